@@ -1,0 +1,1 @@
+"""Movement of tensors between ranks, and nothing else."""

@@ -1,0 +1,47 @@
+"""Comparing what ranks believe before they act on it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+
+def first_difference(
+    rows: Sequence[str], digest: str, key: object, group: dist.ProcessGroup
+) -> tuple[int, int, str, str] | None:
+    """Compare rows among the ranks of ``group`` that have the same ``key``; collective.
+
+    The digests are compared first; the rows travel only if some differ.
+
+    Args:
+        rows: What this rank believes, in canonical order.
+        digest: Hash of the rows.
+        key: Ranks are compared with those of equal key only, a pipeline stage for example.
+        group: All ranks that enter.
+
+    Returns:
+        ``(rank, other_rank, row, other_row)`` of the first difference, the same on every rank, or
+        ``None``. A row that one side lacks is the empty string.
+    """
+    digests: list[tuple[object, str]] = [("", "")] * group.size()
+    dist.all_gather_object(digests, (key, digest), group=group)
+    first: dict[object, int] = {}
+    for rank, (rank_key, rank_digest) in enumerate(digests):
+        reference = first.setdefault(rank_key, rank)
+        if digests[reference][1] != rank_digest:
+            everything: list[Sequence[str]] = [()] * group.size()
+            dist.all_gather_object(everything, list(rows), group=group)
+            return reference, rank, *_differing_rows(everything[reference], everything[rank])
+    return None
+
+
+def _differing_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            return mine, other
+    shorter = min(len(ours), len(theirs))
+    return (
+        ours[shorter] if len(ours) > shorter else "",
+        theirs[shorter] if len(theirs) > shorter else "",
+    )

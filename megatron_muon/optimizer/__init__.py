@@ -1,0 +1,1 @@
+"""The assembly: Megatron's layer-wise optimizer with Muon inside."""

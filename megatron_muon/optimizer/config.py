@@ -1,0 +1,185 @@
+"""Muon's settings: the flags, Megatron's config with our fields, and the resolved values."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron_muon.errors import ConfigurationError
+
+TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
+TP_MODES: tuple[str, ...] = get_args(TPMode)
+LAYOUTS = ("owner",)
+MATMUL_PRECISIONS = ("medium", "high", "highest")
+SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+SCALAR_OPTIMIZERS = ("adam", "lion")
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--muon-layout": dict(
+        choices=LAYOUTS,
+        default=None,
+        help="How parameters lie in the buckets: every matrix whole inside one owner's shard "
+        "(owner, the default).",
+    ),
+    "--muon-exclude": dict(
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="Leave the parameters whose name matches to the scalar optimizer. Repeatable.",
+    ),
+    "--muon-include": dict(
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="Give the matrices whose name matches to Muon although an attribute or an exclusion "
+        "would leave them to the scalar optimizer. Repeatable.",
+    ),
+    "--muon-report": dict(
+        default=None,
+        metavar="FILE",
+        help="Write settings, routing, plan and one row a step to FILE as JSON.",
+    ),
+}
+"""The command-line flags this package adds, with their argparse options."""
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Megatron's ``OptimizerConfig`` with this package's fields.
+
+    Megatron's own ``muon_*`` fields keep their names and meaning, save the default of
+    ``muon_tp_mode``.
+    """
+
+    muon_tp_mode: str = "owner"
+    """Where matrices that tensor parallelism cuts are orthogonalized: owner, duplicated,
+    distributed or blockwise."""
+
+    muon_layout: str | None = None
+    """How parameters lie in the buckets; None takes the layout of ``install()``, else owner."""
+
+    muon_exclude: list[str] = field(default_factory=list)
+    """Globs over parameter names that are left to the scalar optimizer."""
+
+    muon_include: list[str] = field(default_factory=list)
+    """Globs over parameter names that go to Muon, before exclusions and attributes."""
+
+    muon_report: str | None = None
+    """File for the JSON report, None for no report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonSettings:
+    """Every Muon setting as used, checked once.
+
+    Attributes:
+        lr: Base learning rate of the Muon groups.
+        weight_decay: Decoupled decay, applied as ``p *= 1 - lr * weight_decay``.
+        momentum: EMA factor ``mu`` of ``m = mu m + (1 - mu) g``.
+        nesterov: Orthogonalize ``mu m + (1 - mu) g`` in place of ``m``.
+        num_ns_steps: Newton-Schulz steps.
+        coefficient_type: Name of the coefficient set, as in emerging-optimizers.
+        scale_mode: Rule for the update's size from a block's shape.
+        extra_scale_factor: Factor on top of it.
+        matmul_precision: ``torch.set_float32_matmul_precision`` inside Newton-Schulz; medium
+            multiplies in bf16.
+        split_qkv: Orthogonalize q, k and v of a fused projection apart.
+        tp_mode: Where tensor-parallel matrices are orthogonalized.
+        layout: How parameters lie in the buckets, None without a distributed optimizer.
+        scalar_optimizer: Optimizer of everything that is not a matrix.
+        exclude: Globs left to the scalar optimizer.
+        include: Globs given to Muon.
+        report: File for the JSON report.
+    """
+
+    lr: float | None
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    num_ns_steps: int
+    coefficient_type: str
+    scale_mode: str
+    extra_scale_factor: float
+    matmul_precision: str
+    split_qkv: bool
+    tp_mode: TPMode
+    layout: str | None
+    scalar_optimizer: str
+    exclude: tuple[str, ...]
+    include: tuple[str, ...]
+    report: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettings:
+    """Check a config and return the settings to use.
+
+    Args:
+        config: A :class:`MuonConfig`, or Megatron's own class; there ``muon_tp_mode="blockwise"``
+            is the class's default and is read as ``"owner"``.
+        installed_layout: The layout given to ``install()``.
+
+    Raises:
+        ConfigurationError: A value is not legal; the message names the flag.
+    """
+    ours = isinstance(config, MuonConfig)
+    tp_mode = config.muon_tp_mode
+    if not ours and tp_mode == "blockwise":
+        tp_mode = "owner"
+    layout = getattr(config, "muon_layout", None) or installed_layout or "owner"
+    if installed_layout is not None and layout != installed_layout:
+        raise ConfigurationError(
+            f"--muon-layout is {layout}, install() was called with layout={installed_layout!r}: "
+            "give the same value to both, or leave one out."
+        )
+    _one_of("--muon-tp-mode", tp_mode, TP_MODES)
+    _one_of("--muon-layout", layout, LAYOUTS)
+    _one_of("--muon-scale-mode", config.muon_scale_mode, SCALE_MODES)
+    _one_of("--muon-scalar-optimizer", config.muon_scalar_optimizer, SCALAR_OPTIMIZERS)
+    _one_of("--muon-fp32-matmul-prec", config.muon_fp32_matmul_prec, MATMUL_PRECISIONS)
+    _one_of("--muon-coefficient-type", config.muon_coefficient_type, _coefficient_types())
+    if not 0 <= config.muon_momentum < 1:
+        raise ConfigurationError(
+            f"--muon-momentum is {config.muon_momentum}: expected a factor in [0, 1)."
+        )
+    if config.muon_num_ns_steps < 1:
+        raise ConfigurationError(
+            f"--muon-num-ns-steps is {config.muon_num_ns_steps}: expected 1 or more."
+        )
+    distributed = config.use_layer_wise_distributed_optimizer
+    return MuonSettings(
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        num_ns_steps=config.muon_num_ns_steps,
+        coefficient_type=config.muon_coefficient_type,
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        matmul_precision=config.muon_fp32_matmul_prec,
+        split_qkv=config.muon_split_qkv,
+        tp_mode=tp_mode,
+        layout=layout if distributed else None,
+        scalar_optimizer=config.muon_scalar_optimizer,
+        exclude=tuple(getattr(config, "muon_exclude", None) or ()),
+        include=tuple(getattr(config, "muon_include", None) or ()),
+        report=getattr(config, "muon_report", None),
+    )
+
+
+def _coefficient_types() -> tuple[str, ...]:
+    """Names of the coefficient sets; ``custom`` needs sets that no flag can give."""
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import NSCoeffT
+
+    return tuple(name for name in get_args(NSCoeffT) if name != "custom")
+
+
+def _one_of(flag: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ConfigurationError(f"{flag} is {value!r}: expected one of {', '.join(legal)}.")

@@ -1,0 +1,165 @@
+"""The JSON report: settings, routing, plan, and one row a step."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.bookkeeping.plan import EVERY_OWNER, Plan
+from megatron_muon.bookkeeping.routing import Route
+from megatron_muon.errors import ConfigurationError
+from megatron_muon.optimizer.config import MuonSettings
+from megatron_muon.optimizer.muon import OwnedMuon, StepAccount
+
+ROWS_BETWEEN_WRITES = 50
+_PHASES = ("momentum", "exchange", "newton_schulz", "update")
+
+
+def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
+    """Return one row a parameter: where it goes, why, in which blocks, and who owns it."""
+    planned = {item.matrix.name: item for item in plan.matrices}
+    rows = []
+    for route in routes:
+        item = planned.get(route.facts.name)
+        row: dict[str, Any] = {
+            "name": route.facts.name,
+            "logical_shape": list(route.facts.shape),
+            "optimizer": route.optimizer,
+            "reason": route.reason,
+            "blocks": [],
+            "owner_ranks": [],
+            "flops": 0,
+        }
+        if item is not None:
+            owner = item.owned.owner
+            owners = range(plan.num_owners) if owner == EVERY_OWNER else [owner]
+            row["blocks"] = [
+                {"name": block.name, "shape": [block.num_rows, item.matrix.shape[1]]}
+                for block in item.matrix.blocks
+            ]
+            row["owner_ranks"] = [{"data": rank, "tensor": item.home} for rank in owners]
+            row["flops"] = item.flops
+        rows.append(row)
+    return rows
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return the plan's fingerprint, balance and padding."""
+    return {
+        "fingerprint": plan.fingerprint,
+        **plan.balance(),
+        "padding_ratio": plan.padding_ratio,
+    }
+
+
+@dataclass(slots=True)
+class Report:
+    """Collects rows on every rank; rank 0 writes them.
+
+    Attributes:
+        path: The file.
+        head: Everything but the steps.
+        steps: One row a step.
+    """
+
+    path: Path
+    head: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls, settings: MuonSettings, routes: Sequence[Route], plan: Plan
+    ) -> Report:
+        """Make the report and write its head.
+
+        Raises:
+            ConfigurationError: The file cannot be written.
+        """
+        assert settings.report is not None
+        report = cls(
+            Path(settings.report),
+            {
+                "resolved": settings.to_dict(),
+                "routing": routing_rows(routes, plan),
+                "plan": plan_summary(plan),
+            },
+        )
+        try:
+            report.write()
+        except OSError as error:
+            raise ConfigurationError(
+                f"--muon-report {settings.report}: cannot be written ({error}). Give a file in a "
+                "folder that exists."
+            ) from None
+        atexit.register(report.write)
+        return report
+
+    def add_step(self, account: StepAccount, skipped: bool) -> None:
+        """Sum what all ranks did in a step and add the row; collective over all ranks."""
+        traffic = account.traffic
+        sums = torch.tensor(
+            [account.newton_schulz_calls, account.newton_schulz_flops, traffic.calls,
+             traffic.nbytes],
+            dtype=torch.float64,
+        )  # fmt: skip
+        tops = torch.tensor(
+            [traffic.peak_scratch_nbytes, *(account.seconds.get(name, 0.0) for name in _PHASES)],
+            dtype=torch.float64,
+        )
+        device = "cpu" if dist.get_backend(dist.group.WORLD) == "gloo" else "cuda"
+        sums, tops = sums.to(device), tops.to(device)
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=dist.group.WORLD)
+        dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+        calls, flops, collectives, nbytes = (int(value) for value in sums.tolist())
+        peak, *seconds = tops.tolist()
+        self.steps.append(
+            {
+                "newton_schulz_calls": calls,
+                "newton_schulz_flops": flops,
+                "collectives": {"calls": collectives, "bytes": nbytes},
+                "peak_scratch_bytes": int(peak),
+                "seconds": dict(zip(_PHASES, seconds, strict=True)),
+                "skipped": skipped,
+            }
+        )
+        if len(self.steps) % ROWS_BETWEEN_WRITES == 0:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file on rank 0, whole or not at all."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text(json.dumps({**self.head, "steps": self.steps}, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def record_steps(optimizer: Any, muons: Sequence[OwnedMuon], report: Report) -> None:
+    """Make each ``optimizer.step()`` add a row to the report.
+
+    Args:
+        optimizer: Megatron's outermost optimizer.
+        muons: The Muons inside it.
+        report: Where the rows go.
+    """
+    step = optimizer.step
+
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
+        for muon in muons:
+            muon.account = StepAccount()
+        result = step(*args, **kwargs)
+        account = StepAccount()
+        for muon in muons:
+            account.add(muon.account)
+        report.add_step(account, skipped=not result[0])
+        return result
+
+    optimizer.step = recorded_step

@@ -1,0 +1,1 @@
+"""Mathematics on plain tensors: no process groups, no Megatron."""

@@ -1,0 +1,32 @@
+"""Momentum, decay and the step on plain fp32 tensors."""
+
+from __future__ import annotations
+
+import torch
+
+
+def advance_momentum(
+    momentum: torch.Tensor, grad: torch.Tensor, mu: float, nesterov: bool
+) -> torch.Tensor:
+    """Blend the gradient into the momentum and return what is orthogonalized.
+
+    ``m = mu m + (1 - mu) g``; the result is ``m`` itself, or ``mu m + (1 - mu) g`` once more
+    with Nesterov (emerging-optimizers' and Megatron's convention). The gradient is not written.
+
+    Args:
+        momentum: Momentum, any shape, fp32; updated in place.
+        grad: Raw unscaled gradient of the same shape and dtype.
+        mu: EMA factor in [0, 1).
+        nesterov: Whether to look ahead.
+    """
+    momentum.lerp_(grad, 1 - mu)
+    return grad.lerp(momentum, mu) if nesterov else momentum
+
+
+def apply_update(
+    weight: torch.Tensor, update: torch.Tensor, lr: float, weight_decay: float
+) -> None:
+    """Decay and move a master weight in place: ``w = (1 - lr wd) w - lr u``."""
+    if weight_decay:
+        weight.add_(weight, alpha=-lr * weight_decay)
+    weight.add_(update, alpha=-lr)

@@ -1,0 +1,1 @@
+"""Instruments that judge a training run; usable by others on their own forks."""

@@ -1,0 +1,1 @@
+"""The command line: run, golden, and what the scripts call."""

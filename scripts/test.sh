@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Run the tests that need no GPU. Makes .venv first if it is not there.
+#
+# usage: scripts/test.sh [--full] [arguments of pytest]
+#   --full  the long matrices too
+# Paths in pytest's arguments are taken from the root of the checkout; a -m of yours takes the place
+# of the one given here.
+set -euo pipefail
+
+# shellcheck source=scripts/lib/setup.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/setup.sh"
+
+selection="not gpu and not full"
+arguments=()
+for argument in "$@"; do
+  case "$argument" in
+    --full) selection="not gpu" ;;
+    -h | --help)
+      print_header
+      exit
+      ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+ensure_environment
+cd -- "$ROOT"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Tests interrupt processes that they start, which needs SIGINT not to be ignored, as it is for what a
+# shell runs in the background.
+exec env --default-signal=INT "$VENV_PYTHON" -m pytest -m "$selection" "${arguments[@]}"
