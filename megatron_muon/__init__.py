@@ -9,10 +9,14 @@ import importlib
 import sys
 
 if sys.version_info < (3, 12):  # noqa: UP036  (this is where an older Python learns why)
-    raise ImportError(
+    _message = (
         "megatron-muon needs Python 3.12 or newer, as megatron-core does; this is Python "
-        "%d.%d at %s." % (*sys.version_info[:2], sys.executable)
+        "%d.%d at %s." % (sys.version_info[0], sys.version_info[1], sys.executable)
     )
+    if sys.argv[:1] == ["-m"]:  # python -m megatron_muon: a line is enough
+        sys.stderr.write("megatron-muon: error: %s\n" % _message)
+        sys.exit(2)
+    raise ImportError(_message)
 
 __version__ = "0.1.0"
 

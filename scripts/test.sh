@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests that need no GPU. Makes .venv first if it is not there.
+# Run the tests that need no GPU. Makes .venv and the text first if they are not there.
 #
 # usage: scripts/test.sh [--full] [arguments of pytest]
 #   --full  the long matrices too
@@ -24,6 +24,7 @@ for argument in "$@"; do
 done
 
 ensure_environment
+ensure_text
 cd -- "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Tests interrupt processes that they start, which needs SIGINT not to be ignored, as it is for what a

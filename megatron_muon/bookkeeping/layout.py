@@ -29,10 +29,13 @@ class LayoutItem:
     Attributes:
         numel: Its elements.
         flops: Newton-Schulz flops of its logical matrix; the owners' loads are balanced by it.
+        alone: Whether it has a bucket of its own, in the first owner's shard: the copies of a tied
+            embedding on two pipeline stages are reduced between owners of equal rank.
     """
 
     numel: int
     flops: int
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,12 @@ class OwnerLayout:
     @property
     def padding_ratio(self) -> float:
         """Buffer elements over parameter elements."""
-        total = sum(self.unpadded_numel)
-        return self.buckets[-1].end / total if total else 1.0
+        return self.numel / sum(self.unpadded_numel) if self.buckets else 1.0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.buckets[-1].end if self.buckets else 0
 
 
 def compute_owner_layout(
@@ -122,20 +129,22 @@ def _cut_into_buckets(
     items: Sequence[LayoutItem], bucket_numel: int | None, num_owners: int
 ) -> list[list[int]]:
     """Cut the items, last first, into runs of at least ``bucket_numel`` elements."""
-    buckets: list[list[int]] = []
-    members: list[int] = []
+    buckets: list[list[int]] = [[]]
+    numel = largest = 0
     for index in reversed(range(len(items))):
-        members.append(index)
-        if bucket_numel is None:
+        item = items[index]
+        if item.alone:
+            buckets += [[index], []]
+            numel = largest = 0
             continue
-        largest = max(items[i].numel for i in members)
-        enough = max(bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING))
-        if sum(items[i].numel for i in members) >= enough:
-            buckets.append(members)
-            members = []
-    if members:
-        buckets.append(members)
-    return buckets
+        buckets[-1].append(index)
+        numel, largest = numel + item.numel, max(largest, item.numel)
+        if bucket_numel is not None and numel >= max(
+            bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING)
+        ):
+            buckets.append([])
+            numel = largest = 0
+    return [members for members in buckets if members]
 
 
 def _pack(
@@ -145,11 +154,12 @@ def _pack(
     placed: list[list[tuple[int, int]]] = [[] for _ in range(num_owners)]
     ends = [0] * num_owners
     for index in sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i)):
-        owner = min(range(num_owners), key=lambda o: (ends[o], work[o], o))
+        item = items[index]
+        owner = 0 if item.alone else min(range(num_owners), key=lambda o: (ends[o], work[o], o))
         start = _align(ends[owner], PARAM_ALIGNMENT_NUMEL)
         placed[owner].append((index, start))
-        ends[owner] = start + items[index].numel
-        work[owner] += items[index].flops
+        ends[owner] = start + item.numel
+        work[owner] += item.flops
     return list(zip(placed, ends, strict=True))
 
 

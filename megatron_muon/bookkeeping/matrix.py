@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_muon.errors import PlanError
 
@@ -35,6 +37,15 @@ class LogicalBlock:
         """Rows of the block."""
         return self.run * self.count
 
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.start + self.run}]/{self.period}x{self.count}"
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield each run's half-open range of rows."""
+        for i in range(self.count):
+            start = self.start + i * self.period
+            yield start, start + self.run
+
 
 @dataclass(frozen=True, slots=True)
 class LogicalMatrix:
@@ -62,15 +73,8 @@ class LogicalMatrix:
     expert_parallel: bool = False
 
     def __post_init__(self) -> None:
-        rows = sorted(
-            row
-            for block in self.blocks
-            for i in range(block.count)
-            for row in (block.start + i * block.period, block.start + i * block.period + block.run)
-        )
-        if sum(block.num_rows for block in self.blocks) != self.shape[0] or (
-            self.blocks and (rows[0], rows[-1]) != (0, self.shape[0])
-        ):
+        runs = sorted(run for block in self.blocks for run in block.runs())
+        if [*(start for start, _ in runs), self.shape[0]] != [0, *(end for _, end in runs)]:
             raise PlanError(
                 f"{self.name}: blocks {self.blocks} do not cover its {self.shape[0]} rows once."
             )
@@ -87,9 +91,7 @@ class LogicalMatrix:
             return self.shape
         rows, columns = self.shape
         return (
-            (rows // self.tp_size, columns)
-            if self.tp_dim == 0
-            else (rows, columns // self.tp_size)
+            (rows // self.tp_size, columns) if self.tp_dim == 0 else (rows, columns // self.tp_size)
         )
 
     @property
@@ -105,9 +107,7 @@ class LogicalMatrix:
 
     def ns_flops(self, num_steps: int) -> int:
         """Flops of Newton-Schulz on every block, in the standard form."""
-        return sum(
-            num_steps * step_flops(block.num_rows, self.shape[1]) for block in self.blocks
-        )
+        return sum(num_steps * step_flops(block.num_rows, self.shape[1]) for block in self.blocks)
 
 
 def step_flops(rows: int, columns: int) -> int:
@@ -121,28 +121,26 @@ def whole(num_rows: int) -> tuple[LogicalBlock, ...]:
     return (LogicalBlock("whole", 0, num_rows, num_rows, 1),)
 
 
-def interleaved(names: tuple[str, ...], widths: tuple[int, ...], num_rows: int,
-                matrix: str) -> tuple[LogicalBlock, ...]:  # fmt: skip
+def interleaved(widths: Mapping[str, int], num_rows: int, matrix: str) -> tuple[LogicalBlock, ...]:
     """Return one block for each part of a projection whose rows repeat ``widths`` in order.
 
     Args:
-        names: Name of each part.
-        widths: Rows of each part in one repetition (a query group).
+        widths: Rows of each part in one repetition (a query group), by the part's name, in order.
         num_rows: Rows of the logical matrix.
         matrix: Name of the parameter, for the error.
 
     Raises:
         PlanError: The rows are not a whole number of repetitions.
     """
-    period = sum(widths)
+    period = sum(widths.values())
     if num_rows % period:
         raise PlanError(
             f"{matrix}: {num_rows} rows are not a whole number of query groups of "
-            f"{'+'.join(map(str, widths))} rows ({', '.join(names)}). Check the model's number of "
-            "heads and groups, or give --muon-no-split-qkv."
+            f"{'+'.join(map(str, widths.values()))} rows ({', '.join(widths)}). Check the numbers "
+            "of heads and groups, or give --muon-no-split-qkv."
         )
-    starts = [sum(widths[:i]) for i in range(len(widths))]
+    starts = accumulate(widths.values(), initial=0)
     return tuple(
         LogicalBlock(name, start, width, period, num_rows // period)
-        for name, start, width in zip(names, starts, widths, strict=True)
+        for start, (name, width) in zip(starts, widths.items(), strict=False)
     )

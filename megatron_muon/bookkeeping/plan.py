@@ -7,12 +7,12 @@ is compared across ranks before the first collective.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import chain, pairwise
 
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
+from megatron_muon.errors import PlanError
 
 EVERY_OWNER = -1
 """Owner of a matrix that every data-parallel rank steps, without a distributed optimizer."""
@@ -56,6 +56,15 @@ class PlannedMatrix:
         """The logical matrix."""
         return self.owned.matrix
 
+    def row(self) -> str:
+        """Return the whole record as one canonical line that starts with the name."""
+        matrix, owned = self.matrix, self.owned
+        values = asdict(matrix) | asdict(owned) | {"home": self.home, "flops": self.flops}
+        values["blocks"] = " ".join(map(str, matrix.blocks))
+        for known in ("name", "matrix"):
+            del values[known]
+        return f"{matrix.name}: " + ", ".join(f"{key} {value}" for key, value in values.items())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -64,12 +73,18 @@ class Plan:
     Attributes:
         matrices: The matrices with owners and homes.
         num_owners: Ranks of the data-parallel group, 1 without a distributed optimizer.
-        padding_ratio: Buffer elements over parameter elements of the matrices' buffers.
+        buffer_numel: Elements of the buffers that hold the matrices on one rank, padding
+            included; without a layout those of the matrices.
     """
 
     matrices: tuple[PlannedMatrix, ...]
     num_owners: int
-    padding_ratio: float
+    buffer_numel: int
+
+    @property
+    def param_numel(self) -> int:
+        """Elements of the matrices on one rank."""
+        return sum(planned.matrix.local_numel for planned in self.matrices)
 
     @property
     def fingerprint(self) -> str:
@@ -78,33 +93,57 @@ class Plan:
 
     def rows(self) -> list[str]:
         """One canonical line a matrix, for the fingerprint and for naming a difference."""
-        return [json.dumps(asdict(planned), sort_keys=True) for planned in self.matrices]
+        return [planned.row() for planned in self.matrices]
 
-    def owned_by(self, owner: int) -> tuple[PlannedMatrix, ...]:
-        """Matrices that a data-parallel rank steps, in the plan's order."""
-        return tuple(m for m in self.matrices if m.owned.owner in (owner, EVERY_OWNER))
+    def loads(self) -> Loads:
+        """Return the work and the elements of every rank of the data x tensor grid.
 
-    def balance(self) -> dict[str, Any]:
-        """Max over mean, across the data x tensor grid, of Newton-Schulz flops and of elements."""
-        flops: dict[tuple[int, int], int] = {}
-        numel: dict[tuple[int, int], int] = {}
+        The grid is that of the dense matrices; an expert's ranks in its own groups are counted
+        as if they were ranks of the dense ones.
+        """
         num_tp = max((m.matrix.tp_size for m in self.matrices), default=1)
-        for owner in range(self.num_owners):
-            for rank in range(num_tp):
-                flops[owner, rank] = numel[owner, rank] = 0
+        num_owners = max((m.owned.owner + 1 for m in self.matrices), default=1)
+        every_owner = range(max(num_owners, self.num_owners))
+        flops = [[0] * num_tp for _ in every_owner]
+        numel = [[0] * num_tp for _ in every_owner]
         for planned in self.matrices:
-            owner = max(planned.owned.owner, 0)
-            flops[owner, planned.home] += planned.flops
-            for rank in range(num_tp):
-                numel[owner, rank] += planned.matrix.local_numel
+            owner = planned.owned.owner
+            for rank in every_owner if owner == EVERY_OWNER else (owner,):
+                flops[rank][planned.home] += planned.flops
+                for tp_rank in range(num_tp):
+                    numel[rank][tp_rank] += planned.matrix.local_numel
+        return Loads(tuple(chain(*flops)), tuple(chain(*numel)))
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What each rank has to do and to hold, one entry a rank.
+
+    Attributes:
+        flops: Newton-Schulz flops.
+        numel: Elements of master weights.
+    """
+
+    flops: tuple[int, ...] = ()
+    numel: tuple[int, ...] = ()
+
+    def __add__(self, other: Loads) -> Loads:
+        """Put the ranks of two pipeline stages side by side."""
+        return Loads(self.flops + other.flops, self.numel + other.numel)
+
+    def max_over_mean(self) -> dict[str, float]:
+        """Return how unevenly each is spread: 1 is perfect."""
         return {
-            "flops_max_over_mean": _max_over_mean(flops.values()),
-            "numel_max_over_mean": _max_over_mean(numel.values()),
+            "flops_max_over_mean": _max_over_mean(self.flops),
+            "numel_max_over_mean": _max_over_mean(self.numel),
         }
 
 
 def make_plan(
-    owned: Iterable[OwnedMatrix], num_owners: int, padding_ratio: float, num_steps: int
+    owned: Iterable[OwnedMatrix],
+    num_owners: int,
+    num_steps: int,
+    buffer_numel: int | None = None,
 ) -> Plan:
     """Order the matrices by name and give each a home in its tensor-parallel group.
 
@@ -114,15 +153,25 @@ def make_plan(
     Args:
         owned: The matrices of one pipeline stage, in any order.
         num_owners: Ranks of the data-parallel group.
-        padding_ratio: Of the matrices' buffers.
         num_steps: Newton-Schulz steps.
+        buffer_numel: Elements of the matrices' buffers, ``None`` without a layout.
+
+    Raises:
+        PlanError: Two matrices have one name.
     """
     ordered = sorted(owned, key=lambda o: o.matrix.name)
+    for item, following in pairwise(ordered):
+        if item.matrix.name == following.matrix.name:
+            raise PlanError(
+                f"Two matrices are named {item.matrix.name}. Muon plans by name: give the modules "
+                "of each model chunk names of their own, or a layer_number where they are "
+                "numbered layers."
+            )
     homes: dict[str, int] = {}
     work: dict[tuple[int, bool], list[int]] = {}
     for item in sorted(ordered, key=lambda o: (-o.matrix.ns_flops(num_steps), o.matrix.name)):
         key = (item.owner, item.matrix.expert_tp)
-        loads = work.setdefault(key, [0] * item.matrix.tp_size)
+        loads = work.setdefault(key, [])
         loads.extend([0] * (item.matrix.tp_size - len(loads)))
         home = min(range(item.matrix.tp_size), key=lambda rank: (loads[rank], rank))
         loads[home] += item.matrix.ns_flops(num_steps)
@@ -137,7 +186,9 @@ def make_plan(
             for item in ordered
         ),
         num_owners=num_owners,
-        padding_ratio=padding_ratio,
+        buffer_numel=sum(item.matrix.local_numel for item in ordered)
+        if buffer_numel is None
+        else buffer_numel,
     )
 
 

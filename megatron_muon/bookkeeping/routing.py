@@ -72,7 +72,7 @@ def decide(facts: ParamFacts, rules: RoutingRules) -> tuple[Optimizer, str]:
     Raises:
         ConfigurationError: A rule asks for Muon on something that is not a matrix.
     """
-    is_matrix = len(facts.shape) == 2
+    is_matrix = len(facts.shape) == 2 and 0 not in facts.shape
     for glob in rules.include:
         if fnmatchcase(facts.name, glob):
             return _demand_matrix(facts, is_matrix, f"--muon-include {glob}")
@@ -87,7 +87,7 @@ def decide(facts: ParamFacts, rules: RoutingRules) -> tuple[Optimizer, str]:
         return "scalar", "embedding or output layer"
     if is_matrix:
         return "muon", "matrix"
-    return "scalar", f"{len(facts.shape)}-dimensional"
+    return "scalar", "no elements" if 0 in facts.shape else f"{len(facts.shape)}-dimensional"
 
 
 def check_rules_match(names: Iterable[str], rules: RoutingRules) -> None:

@@ -1,8 +1,9 @@
-"""Comparing what ranks believe before they act on it together."""
+"""Comparing what ranks believe before they act on it together, and collecting what differs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch.distributed as dist
 
@@ -24,16 +25,34 @@ def first_difference(
         ``(rank, other_rank, row, other_row)`` of the first difference, the same on every rank, or
         ``None``. A row that one side lacks is the empty string.
     """
-    digests: list[tuple[object, str]] = [("", "")] * group.size()
-    dist.all_gather_object(digests, (key, digest), group=group)
+    digests = _gather((key, digest), group)
     first: dict[object, int] = {}
     for rank, (rank_key, rank_digest) in enumerate(digests):
         reference = first.setdefault(rank_key, rank)
         if digests[reference][1] != rank_digest:
-            everything: list[Sequence[str]] = [()] * group.size()
-            dist.all_gather_object(everything, list(rows), group=group)
+            everything = _gather(list(rows), group)
             return reference, rank, *_differing_rows(everything[reference], everything[rank])
     return None
+
+
+def gather_distinct[T](value: T, key: object, group: dist.ProcessGroup) -> list[T]:
+    """Return one value for each key, from the first rank that has it, in rank order; collective.
+
+    Args:
+        value: What this rank has.
+        key: Equal where the values are.
+        group: All ranks that enter.
+    """
+    keys = _gather(key, group)
+    is_first = key not in keys[: group.rank()]
+    values = _gather((value,) if is_first else (), group)
+    return [item for items in values for item in items]
+
+
+def _gather[T](value: T, group: dist.ProcessGroup) -> list[T]:
+    values: list[T | None] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return cast(list[T], values)
 
 
 def _differing_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:

@@ -6,6 +6,7 @@ receives a whole matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,6 @@ class Traffic:
         self.calls += 1
         self.nbytes += (received.numel() - own_numel) * received.element_size()
         self.peak_scratch_nbytes = max(self.peak_scratch_nbytes, scratch_nbytes)
-
 
     def add(self, other: Traffic) -> None:
         """Add another count of the same step."""
@@ -119,7 +119,7 @@ class ShardExchange:
     ) -> list[list[torch.Tensor]]:
         """Send ``outgoing[r]`` to rank ``r``; return what came from each rank, as views."""
         sent = [sum(t.numel() for t in part) for part in outgoing]
-        numels = [[_numel(shape) for shape in part] for part in incoming_shapes]
+        numels = [[math.prod(shape) for shape in part] for part in incoming_shapes]
         received = [sum(part) for part in numels]
         send = like.new_empty(sum(sent))
         offset = 0
@@ -135,15 +135,8 @@ class ShardExchange:
             (send.numel() + receive.numel()) * receive.element_size(),
         )
         return [
-            [flat.view(tuple(shape)) for flat, shape in zip(part.split(sizes), shapes, strict=True)]
+            [flat.view(shape) for flat, shape in zip(torch.split(part, sizes), shapes, strict=True)]
             for part, sizes, shapes in zip(
-                receive.split(received), numels, incoming_shapes, strict=True
+                torch.split(receive, received), numels, incoming_shapes, strict=True
             )
         ]
-
-
-def _numel(shape: torch.Size | tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -6,12 +6,35 @@ import argparse
 import difflib
 import functools
 from collections.abc import Callable
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from megatron_muon.integration.messages import fail
 from megatron_muon.optimizer.config import FLAGS, TP_MODES
 
 Parser = argparse.ArgumentParser
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """Megatron's command line as it was parsed last, before Megatron derives values from it.
+
+    Attributes:
+        spellings: Spelling of each flag of Megatron and of this package, by destination; not those
+            the script adds.
+        values: What each of them was given, its default if it was not.
+    """
+
+    spellings: dict[str, str]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+_last: CommandLine | None = None
+
+
+def command_line() -> CommandLine | None:
+    """Return the last command line that was parsed with our flags, ``None`` if none was."""
+    return _last
 
 
 def adds_muon_arguments(function: Callable[[Parser], Parser]) -> Callable[[Parser], Parser]:
@@ -24,7 +47,7 @@ def adds_muon_arguments(function: Callable[[Parser], Parser]) -> Callable[[Parse
         group = parser.add_argument_group(title="megatron_muon")
         for flag, options in FLAGS.items():
             group.add_argument(flag, **options)
-        parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]
+        _watch(parser)
         return parser
 
     return add_megatron_arguments
@@ -42,16 +65,41 @@ def _widen_tp_mode(parser: Parser) -> None:
             )
 
 
+def _watch(parser: Parser) -> None:
+    """Make a parser say its errors in one line, refuse unknown Muon flags, and keep what it read.
+
+    A script may ask Megatron to ignore unknown arguments; a misspelt ``--muon-`` flag is an error
+    all the same.
+    """
+    parse = parser.parse_known_args
+    spellings = {
+        action.dest: action.option_strings[0] for action in parser._actions if action.option_strings
+    }
+
+    @functools.wraps(parse)
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        global _last
+        namespace, unknown = parse(*args, **kwargs)
+        ours = [word for word in unknown if word.startswith(("--muon-", "--muon_"))]
+        if ours:
+            _error(parser, f"unrecognized arguments: {' '.join(ours)}")
+        values = {dest: value for dest, value in vars(namespace).items() if dest in spellings}
+        _last = CommandLine(spellings, values)
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]
+
+
 def _error(parser: Parser, message: str) -> NoReturn:
-    """Say what is wrong with the command line in one line, with the nearest flag that exists."""
+    """Say what is wrong with the command line in one line, with the nearest flags that exist."""
     prefix = "unrecognized arguments: "
     if message.startswith(prefix):
         known = [option for action in parser._actions for option in action.option_strings]
-        unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
-        hints = []
-        for word in unknown:
-            near = difflib.get_close_matches(word.split("=", 1)[0], known, n=1)
-            if near:
-                hints.append(f"did you mean {near[0]}?")
-        message = " ".join([message + ".", *hints])
+        near = []
+        for word in message[len(prefix) :].split():
+            if word.startswith("-"):
+                near += difflib.get_close_matches(word.split("=", 1)[0], known, n=1)
+        if near:
+            message = f"{message}. Did you mean {' and '.join(near)}?"
     fail(message)

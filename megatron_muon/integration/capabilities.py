@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import dataclass
 
 
@@ -29,23 +29,26 @@ class Capability:
 
 
 def capabilities() -> tuple[Capability, ...]:
-    """Look for Transformer Engine and Apex by import, never by distribution name.
+    """Look for Transformer Engine and Apex as Megatron does: by import, in this order.
 
-    ``apex`` on PyPI is an unrelated package: NVIDIA's is told by ``apex.optimizers``.
+    Megatron takes its fused Adam and its multi-tensor copies and norms from Transformer Engine,
+    else from Apex, else from torch (``core/optimizer/__init__.py``, ``optimizer.py`` and
+    ``clip_grads.py``). ``apex`` on PyPI is an unrelated package, so what counts is what is used.
     """
-    te = _importable("transformer_engine", "transformer_engine.pytorch.optimizers")
-    apex = _importable("apex", "apex.optimizers")
+    te = _has("transformer_engine.pytorch.optimizers", "FusedAdam", "multi_tensor_applier")
+    apex = _has("apex.optimizers", "FusedAdam") and _has("amp_C", "multi_tensor_scale")
+    use = "fused Adam, multi-tensor copies and norms"
+    unneeded = "nothing, since Transformer Engine comes first"
     return (
-        Capability("Transformer Engine", te, "fused Adam, multi-tensor copies", "torch"),
-        Capability("Apex", apex, "fused Adam and multi-tensor copies where Transformer Engine is "
-                   "not", "torch"),
-    )  # fmt: skip
+        Capability("Transformer Engine", te, use, "Apex" if apex else "torch"),
+        Capability("Apex", apex, unneeded if te else use, "Transformer Engine" if te else "torch"),
+    )
 
 
-def _importable(package: str, module: str) -> bool:
+def _has(module: str, *names: str) -> bool:
+    """Whether a module can be imported and holds the names."""
     try:
-        return importlib.util.find_spec(package) is not None and (
-            importlib.util.find_spec(module) is not None
-        )
-    except (ImportError, ValueError, OSError):
+        loaded = importlib.import_module(module)
+    except Exception:  # an unrelated or broken package may raise anything
         return False
+    return all(hasattr(loaded, name) for name in names)

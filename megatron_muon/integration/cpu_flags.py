@@ -26,22 +26,34 @@ FLAGS: dict[str, tuple[object, str]] = {
 
 
 def supplies_cpu_flags(function: Callable[[Parser], Parser]) -> Callable[[Parser], Parser]:
-    """Wrap ``add_megatron_arguments``: the flags a machine without CUDA needs become defaults."""
+    """Wrap ``add_megatron_arguments``: the flags a machine without CUDA needs become defaults.
+
+    What was set is said by the first parser only; Megatron makes several.
+    """
+    said = False
 
     @functools.wraps(function)
     def add_megatron_arguments(parser: Parser) -> Parser:
+        nonlocal said
         parser = function(parser)
-        by_dest: dict[str, list[str]] = {}
-        for action in parser._actions:
-            by_dest.setdefault(action.dest, []).extend(action.option_strings)
-        user = {argument.split("=", 1)[0] for argument in sys.argv[1:]}
-        supplied = []
-        for dest, (value, spelling) in FLAGS.items():
-            if dest in by_dest and not user & set(by_dest[dest]):
-                parser.set_defaults(**{dest: value})
-                supplied.append(spelling)
-        if supplied and is_first_rank():
+        supplied = _supply(parser)
+        if supplied and not said and is_first_rank():
             print(f"megatron-muon: on the CPU, so set {' '.join(supplied)}", flush=True)
+        said = True
         return parser
 
     return add_megatron_arguments
+
+
+def _supply(parser: Parser) -> list[str]:
+    """Make the flags defaults, which what the user sets overrides; return how they are spelled."""
+    options: dict[str, set[str]] = {}
+    for action in parser._actions:
+        options.setdefault(action.dest, set()).update(action.option_strings)
+    user = {argument.split("=", 1)[0] for argument in sys.argv[1:]}
+    supplied = []
+    for dest, (value, spelling) in FLAGS.items():
+        if dest in options and user.isdisjoint(options[dest]):
+            parser.set_defaults(**{dest: value})
+            supplied.append(spelling)
+    return supplied

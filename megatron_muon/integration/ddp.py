@@ -13,6 +13,9 @@ from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.names import named_parameters, route_parameter
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 
+MUON_NAMES = ("muon", "dist_muon")
+"""Values of ``--optimizer`` that mean Muon; Megatron deprecates the second."""
+
 ROUTE = "muon_route"
 """Attribute of a model parameter that holds its :class:`Route`."""
 
@@ -69,15 +72,38 @@ def wraps_with_layout(function: Callable[..., Any]) -> Callable[..., Any]:
         model: list[Any], data_parallel_random_init: bool, ddp_config: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        run = megatron_args()
-        if getattr(run, "use_layer_wise_distributed_optimizer", False) and getattr(
-            run, "optimizer", ""
-        ) == "muon" and getattr(run, "use_layer_wise_param_layout", True):  # fmt: skip
-            ddp_config.use_distributed_optimizer = True
-            tag_params_for_buffer_routing(model)
+        if not kwargs.get("use_megatron_fsdp") and not kwargs.get("use_torch_fsdp2"):
+            run = megatron_args()
+            if (
+                getattr(run, "optimizer", "") in MUON_NAMES
+                and getattr(run, "use_layer_wise_distributed_optimizer", False)
+                and getattr(run, "use_layer_wise_param_layout", True)
+            ):
+                ddp_config.use_distributed_optimizer = True
+                tag_params_for_buffer_routing(model)
         return function(model, data_parallel_random_init, ddp_config, *args, **kwargs)
 
     return _ddp_wrap
+
+
+def partitions_by_owner(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Wrap ``partition_buckets``: a bucket group never mixes two optimizers' buckets.
+
+    Megatron puts all buckets of a chunk without bucketing, the second of a virtual pipeline for
+    example, into one group and syncs it after the optimizer of its first bucket: the other's new
+    parameters are then never gathered.
+    """
+
+    @functools.wraps(function)
+    def partition_buckets(buffers: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        owners: dict[bool, list[Any]] = {}
+        for buffer in buffers:
+            owner = any(getattr(p, "is_managed_by_layer_wise_optimizer", False)
+                        for p in buffer.params)  # fmt: skip
+            owners.setdefault(owner, []).append(buffer)
+        return [group for part in owners.values() for group in function(part, *args, **kwargs)]
+
+    return partition_buckets
 
 
 def dispatches_layout(original: Any) -> Any:
@@ -87,7 +113,7 @@ def dispatches_layout(original: Any) -> Any:
         """Our layout where parameters are routed, Megatron's elsewhere."""
 
         @staticmethod
-        def compute_full_param_layout(params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def compute_full_param_layout(params: list[Any], *args: Any, **kwargs: Any) -> Any:
             """Compute the layout of one model chunk."""
             routed = any(getattr(p, ROUTE, None) is not None for p in params)
             source = LayerWiseMuonOptimizer if routed else original
@@ -96,12 +122,26 @@ def dispatches_layout(original: Any) -> Any:
     return LayoutDispatch
 
 
-def check_same_rules(param: torch.nn.Parameter, route: Route) -> None:
-    """Raise unless a parameter was routed by the same rules when DDP made its buffers."""
-    tagged: Route | None = getattr(param, ROUTE, None)
+def check_same_route(route: Route, tagged: Route | None, is_placed: bool) -> None:
+    """Check that a parameter goes where it went when DDP made its buffers.
+
+    Args:
+        route: Its route now.
+        tagged: Its route then, ``None`` if it had none.
+        is_placed: Whether its buffer is one of Muon's.
+
+    Raises:
+        ConfigurationError: The rules or the parameter have changed since.
+    """
     if tagged is not None and tagged.rules != route.rules:
         raise ConfigurationError(
             f"{route.facts.name} was routed with {tagged.rules} when the model was wrapped in DDP, "
-            f"the optimizer's config says {route.rules}. Give --muon-exclude and --muon-include "
-            "once, before the model is built."
+            f"the optimizer's config says {route.rules}. Give --muon-exclude and --muon-include on "
+            "the command line; code without one sets param.use_muon before it wraps the model."
+        )
+    if tagged is None or is_placed != (route.optimizer == "muon"):
+        raise ConfigurationError(
+            f"{route.facts.name} belongs to {route.optimizer} ({route.reason}), but it was not "
+            "routed so when the model was wrapped in DDP. Set requires_grad and use_muon before, "
+            "and call tag_params_for_buffer_routing(chunks) before computing a layout yourself."
         )

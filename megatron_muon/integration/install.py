@@ -1,23 +1,22 @@
 """``install()`` and ``uninstall()``: from here on Megatron builds this package's Muon.
 
-Everything is checked before anything is replaced: the version of megatron-core, that every name
+Everything is checked before anything is replaced: the versions of the packages, that every name
 of the seam table exists, and that it still has the parameters the table was written for.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from megatron_muon.errors import ConfigurationError, HostError
+from megatron_muon.errors import ConfigurationError
+from megatron_muon.integration.hosts import check_hosts
+from megatron_muon.integration.messages import hook_errors, unhook_errors
 from megatron_muon.integration.patching import PatchSet
 
 Device = Literal["auto", "cpu", "cuda"]
 Layout = Literal["owner"]
-
-KNOWN_MEGATRON_CORE = ("0.19.2",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,12 @@ class Installation:
     layout: Layout | None
     optimizer: bool
 
+    def __str__(self) -> str:
+        return (
+            f"install(device={'cpu' if self.on_cpu else 'cuda'!r}, layout={self.layout!r}, "
+            f"optimizer={self.optimizer})"
+        )
+
 
 _installation: Installation | None = None
 _tables: list[PatchSet] = []
@@ -45,12 +50,12 @@ def installation() -> Installation | None:
     return _installation
 
 
-def install(
-    device: Device = "auto", layout: Layout | None = None, optimizer: bool = True
-) -> None:
+def install(device: Device = "auto", layout: Layout | None = None, optimizer: bool = True) -> None:
     """Make Megatron's own API build this package's Muon; idempotent.
 
-    Call it before Megatron wraps the model in DDP (best as the first lines of the script).
+    Call it in the first lines of the script: before Megatron parses its command line, and before
+    models are wrapped in DDP. Modules that had imported a replaced name by then are served too.
+    From here on an uncaught error of this package is shown as one line.
 
     Args:
         device: ``"cpu"`` puts Megatron on the CPU and gloo, ``"cuda"`` leaves the device alone,
@@ -59,31 +64,23 @@ def install(
         optimizer: ``False`` installs the CPU stand-in alone.
 
     Raises:
-        ConfigurationError: An argument has no such value, or differs from an earlier call's.
+        ConfigurationError: An argument has no such value, differs from what is installed, or
+            Megatron has parsed its command line already.
         HostError: megatron-core is missing, unknown, or has not the names it should have.
     """
     global _installation
-    for name, value, legal in (("device", device, get_args(Device)),
-                               ("layout", layout, (None, *get_args(Layout)))):  # fmt: skip
-        if value not in legal:
-            raise ConfigurationError(f"install({name}={value!r}): expected one of {legal}.")
-    _check_megatron_core()
+    hook_errors()
+    _check_arguments(device, layout, optimizer)
+    check_hosts(optimizer=optimizer)
     wanted = Installation(on_cpu=_takes_cpu(device), layout=layout, optimizer=optimizer)
     if _installation is not None:
-        _check_same(_installation, wanted)
+        _installation = _joined(_installation, wanted)
         return
-
-    from megatron_muon.integration import cpu, seams
-
-    tables: list[PatchSet] = []
-    if wanted.on_cpu:
-        tables.append(PatchSet(cpu.table()))
-    tables.append(PatchSet(seams.table(optimizer=optimizer)))
-    seams.check(tables[-1].patches)
+    tables = _checked_tables(wanted)
     _installation = wanted
     try:
         if wanted.on_cpu:
-            _set_environment(cpu.ENVIRONMENT)
+            _set_environment()
         for table in tables:
             _tables.append(table)
             table.apply()
@@ -104,6 +101,31 @@ def uninstall() -> None:
         else:
             os.environ[name] = value
     _installation = None
+    unhook_errors()
+
+
+def seam_tables(device: Device = "auto", optimizer: bool = True) -> dict[str, PatchSet]:
+    """Return the tables that ``install()`` with these arguments puts in force, by title.
+
+    Raises:
+        ConfigurationError: An argument has no such value.
+        HostError: megatron-core is missing or unknown.
+    """
+    _check_arguments(device, None, optimizer)
+    check_hosts(optimizer=optimizer)
+    wanted = Installation(on_cpu=_takes_cpu(device), layout=None, optimizer=optimizer)
+    return _titled_tables(wanted)
+
+
+def _check_arguments(device: object, layout: object, optimizer: object) -> None:
+    for name, value, legal in (
+        ("device", device, get_args(Device)),
+        ("layout", layout, (None, *get_args(Layout))),
+        ("optimizer", optimizer, (True, False)),
+    ):
+        if not any(type(value) is type(choice) and value == choice for choice in legal):
+            choices = " or ".join(map(repr, legal))
+            raise ConfigurationError(f"install({name}={value!r}): expected {choices}.")
 
 
 def _takes_cpu(device: Device) -> bool:
@@ -120,46 +142,52 @@ def _takes_cpu(device: Device) -> bool:
     return device == "cpu" or not has_cuda
 
 
-def _check_same(now: Installation, wanted: Installation) -> None:
-    if now != wanted:
+def _joined(now: Installation, wanted: Installation) -> Installation:
+    """Return what is in force after a second call: a layout may be added, the rest must agree."""
+    layout = now.layout if wanted.layout is None else wanted.layout
+    if replace(now, layout=layout) != replace(wanted, layout=layout) or now.layout not in (
+        None,
+        layout,
+    ):
         raise ConfigurationError(
-            f"megatron_muon is already installed as {now}; call uninstall() before installing it "
-            f"as {wanted}."
+            f"megatron_muon is already installed, by {now}; {wanted} asks for something else. "
+            "Call uninstall() first, or give both calls the same arguments."
         )
+    return replace(now, layout=layout)
 
 
-def _check_megatron_core() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise HostError(
-            f"torch cannot be imported ({error}). Install it, e.g. with `pip install "
-            "megatron-muon`, which brings torch 2.13 or newer."
-        ) from error
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        raise HostError(
-            "megatron-core is not installed; megatron-muon needs "
-            f"megatron-core {' or '.join(KNOWN_MEGATRON_CORE)}: pip install megatron-core=="
-            f"{KNOWN_MEGATRON_CORE[-1]}."
-        ) from None
-    if version not in KNOWN_MEGATRON_CORE:
-        raise HostError(
-            f"megatron-core {version} is installed, megatron-muon {_own_version()} knows "
-            f"megatron-core {', '.join(KNOWN_MEGATRON_CORE)}. Nothing was changed. Install one it "
-            f"knows: pip install megatron-core=={KNOWN_MEGATRON_CORE[-1]}."
-        )
+def _checked_tables(wanted: Installation) -> list[PatchSet]:
+    """Return the tables to put in force; nothing is changed yet."""
+    tables = list(_titled_tables(wanted).values())
+    from megatron_muon.integration import seams
+
+    for table in tables:
+        seams.check(table.rows)
+    if wanted.optimizer:
+        from megatron_muon.integration.preflight import refuse_late_install
+
+        refuse_late_install()
+    return tables
 
 
-def _own_version() -> str:
-    from megatron_muon import __version__
+def _titled_tables(wanted: Installation) -> dict[str, PatchSet]:
+    tables = {}
+    if wanted.on_cpu:
+        # First, since it also decides how Megatron is imported.
+        from megatron_muon.integration import cpu
 
-    return __version__
+        tables["CPU stand-in"] = PatchSet(cpu.table())
+    if wanted.optimizer:
+        from megatron_muon.integration import seams
+
+        tables["optimizer"] = PatchSet(seams.table())
+    return tables
 
 
-def _set_environment(values: dict[str, str]) -> None:
-    for name, value in values.items():
+def _set_environment() -> None:
+    from megatron_muon.integration.cpu import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
         if name not in os.environ:
             _environment[name] = None
             os.environ[name] = value

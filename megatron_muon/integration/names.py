@@ -17,7 +17,8 @@ import torch
 
 from megatron_muon.bookkeeping.matrix import LogicalBlock, LogicalMatrix, interleaved, whole
 from megatron_muon.bookkeeping.routing import ParamFacts, Route, RoutingRules, decide
-from megatron_muon.errors import UnsupportedError
+from megatron_muon.collectives.shards import cut
+from megatron_muon.errors import ConfigurationError, UnsupportedError
 
 SHARED_EMBEDDING_NAME = "embedding.word_embeddings.weight"
 """The one name of a tied embedding, also for the copy that a later pipeline stage holds."""
@@ -51,6 +52,23 @@ class ParamShard:
         """Return the shape of the whole weight whose shard has ``local_shape``."""
         return tuple(n * self.size if d == self.dim else n for d, n in enumerate(local_shape))
 
+    def cut(self, whole_weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a whole weight.
+
+        Raises:
+            ConfigurationError: The dimension cannot be cut into that many equal pieces.
+        """
+        if self.dim is None or self.size == 1:
+            return whole_weight
+        pieces = self.size * self.stride
+        if whole_weight.shape[self.dim] % pieces:
+            raise ConfigurationError(
+                f"a weight of shape {tuple(whole_weight.shape)} cannot be cut in {pieces} equal "
+                f"pieces along dimension {self.dim} ({self.size} tensor-parallel ranks x "
+                f"{self.stride} parts): choose a --tensor-model-parallel-size that divides it"
+            )
+        return cut(whole_weight, self.dim, self.stride, self.size)[self.rank]
+
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
@@ -72,13 +90,19 @@ class NamedParameter:
 def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
     """Yield every parameter of a Megatron model chunk, wrapped or not, in module order.
 
+    One that several modules share has the name of the first.
+
     Raises:
         UnsupportedError: A weight is sharded by more than tensor parallelism.
     """
     chunk = _unwrapped(chunk)
     chunk_config = getattr(chunk, "config", None)
+    seen: set[torch.nn.Parameter] = set()
     for path, module, expert_offset in _walk(chunk, "", 0):
         for label, param in module.named_parameters(recurse=False):
+            if param in seen:
+                continue
+            seen.add(param)
             name = _global_expert_name(f"{path}{label}", expert_offset)
             if getattr(param, "shared_embedding", False):
                 name = SHARED_EMBEDDING_NAME
@@ -131,17 +155,14 @@ def _blocks(entry: NamedParameter, num_rows: int) -> tuple[LogicalBlock, ...]:
         return whole(num_rows)
     head = config.kv_channels
     query = config.num_attention_heads // config.num_query_groups * head
-    if getattr(config, "attention_output_gate", False):
-        names, widths = ("q", "gate", "k", "v"), (query, query, head, head)
-    else:
-        names, widths = ("q", "k", "v"), (query, head, head)
-    return interleaved(names, widths, num_rows, entry.name)
+    gate = {"gate": query} if getattr(config, "attention_output_gate", False) else {}
+    return interleaved({"q": query, **gate, "k": head, "v": head}, num_rows, entry.name)
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Remove DDP and the precision wrapper, which hold the model as ``module``."""
-    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
-        chunk = inner
+    """Remove DDP and the precision wrapper, which hold the model as their one child ``module``."""
+    while [label for label, _ in chunk.named_children()] == ["module"]:
+        chunk = chunk.get_submodule("module")
     return chunk
 
 

@@ -3,117 +3,199 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import os
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_muon.collectives.agreement import first_difference
+from megatron_muon.errors import ConfigurationError
+from megatron_muon.integration.arguments import CommandLine, command_line
 from megatron_muon.integration.ddp import megatron_args
-from megatron_muon.integration.messages import fail
+from megatron_muon.integration.install import installation
+from megatron_muon.optimizer.config import FLAGS, resolve
 
-RANK_DEPENDENT = {"rank", "local_rank"}
+MUON_NAMES = ("muon", "dist_muon")
+
+RANK_DEPENDENT = ("rank", "local_rank")
+"""Destinations of flags that differ from rank to rank by their meaning."""
+
+NODE_DEPENDENT_ENDINGS = ("_dir", "_cache_path", "_dump_path")
+"""Endings of destinations that name a place to write to, which may differ from node to node."""
+
+_PLAIN = (bool, int, float, str, type(None), enum.Enum, torch.dtype)
 
 
 def checks_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``validate_args``: what cannot run is one line, Megatron's own refusals included."""
+    """Wrap ``validate_args``: what cannot run is one message, Megatron's own refusals included."""
 
     @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+    def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
         for problem in problems(args):
-            fail(problem)
+            raise ConfigurationError(problem)
         try:
-            return original(args, defaults or {})
+            result = original(args, defaults or {})
         except AssertionError as error:
             if not str(error):
                 raise
-            fail(f"Megatron refuses the arguments: {error}")
+            raise ConfigurationError(f"Megatron refuses the arguments: {error}") from None
+        if args.optimizer in MUON_NAMES:
+            state = installation()
+            resolve(args, state.layout if state else None)
+        return result
 
     return validate_args
 
 
 def problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what is wrong with parsed arguments that Megatron would only meet later."""
-    model_size = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
+    """Yield what is wrong with parsed arguments that Megatron would meet later, or never."""
+    yield from _size_problems(args)
+    if args.optimizer in MUON_NAMES:
+        yield from _muon_problems(args)
+    else:
+        for flag in FLAGS:
+            if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+                yield f"{flag} has no effect with --optimizer {args.optimizer}: drop it."
+
+
+def _size_problems(args: argparse.Namespace) -> Iterator[str]:
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    model_size = 1
+    for size in sizes.values():
+        model_size *= size
     if args.world_size % model_size:
+        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         yield (
-            f"{args.world_size} ranks cannot be divided into groups of {model_size} "
-            f"(--tensor-model-parallel-size {args.tensor_model_parallel_size} x "
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x "
-            f"--context-parallel-size {args.context_parallel_size}). Start a multiple of "
-            f"{model_size} ranks, or change a size."
+            f"{args.world_size} rank{'s' * (args.world_size > 1)} cannot be divided into groups of "
+            f"{model_size} ({product}). Start a multiple of {model_size} ranks, as torchrun "
+            f"--nproc-per-node {model_size} does, or change a size."
         )
-    for prefix in _data_prefixes(args):
-        for suffix in (".idx", ".bin"):
-            if "://" not in prefix and not os.path.isfile(prefix + suffix):
-                yield (
-                    f"--data-path {prefix}: there is no file {prefix + suffix}. Give the path of "
-                    "an indexed dataset without its .bin and .idx endings."
-                )
-    muon = args.optimizer in ("muon", "dist_muon")
-    if muon and args.fp16:
+
+
+def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.fp16:
         yield (
             "--optimizer muon does not train with --fp16 yet, as megatron-core's does not: use "
             "--bf16."
         )
-    if not muon:
-        for dest, flag in (("muon_report", "--muon-report"), ("muon_exclude", "--muon-exclude"),
-                           ("muon_include", "--muon-include"), ("muon_layout", "--muon-layout")):  # fmt: skip
-            if getattr(args, dest, None):
-                yield f"{flag} has no effect with --optimizer {args.optimizer}: drop it."
+    distributed = args.use_distributed_optimizer or args.optimizer == "dist_muon"
+    if args.muon_layout and not distributed:
+        yield (
+            f"--muon-layout {args.muon_layout} has no effect without --use-distributed-optimizer: "
+            "add that flag, or drop this one."
+        )
+    if args.muon_layout and not args.use_layer_wise_param_layout:
+        yield (
+            f"--muon-layout {args.muon_layout} has no effect with "
+            "--no-use-layer-wise-param-layout: drop one of them."
+        )
+    if args.muon_report is not None and args.rank == 0:
+        folder = os.path.dirname(os.path.abspath(args.muon_report))
+        if not os.path.isdir(folder):
+            yield (
+                f"--muon-report {args.muon_report}: there is no folder {folder}. Make it, or give "
+                "a file in a folder that exists."
+            )
 
 
-def _data_prefixes(args: argparse.Namespace) -> Iterator[str]:
-    for dest in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for word in getattr(args, dest, None) or []:
-            if not _is_number(word):
-                yield word
+def finds_data_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``IndexedDataset.initialize``: a missing file is one message that names it."""
 
+    @functools.wraps(original)
+    def initialize(self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, path_prefix, *args, **kwargs)
+        except (AssertionError, OSError) as error:
+            for missing in (f"{path_prefix}.idx", f"{path_prefix}.bin"):
+                if not os.path.exists(missing):
+                    # Its __del__ deletes these and would complain below the message.
+                    self.bin_reader = self.index = None
+                    raise ConfigurationError(
+                        f"--data-path {path_prefix}: there is no file {missing}. Give the path of "
+                        "an indexed dataset without its .bin and .idx endings."
+                    ) from error
+            raise
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    return initialize
 
 
 def compares_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``initialize_model_parallel``: all ranks must have been started with the same flags."""
+    """Wrap ``initialize_model_parallel``: all ranks must have been started with the same flags.
+
+    Compared is what the command line gave, not what Megatron made of it, and not the flags that
+    the script adds.
+    """
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        run = megatron_args()
-        world = dist.group.WORLD
-        if run is not None and world is not None:
-            rows = [
-                f"{name}={value!r}"
-                for name, value in sorted(vars(run).items())
-                if name not in RANK_DEPENDENT
-            ]
-            digest = sha256("\n".join(rows).encode()).hexdigest()
-            difference = first_difference(rows, digest, "flags", world)
-            if difference is not None:
-                rank, other, row, other_row = difference
-                fail(
-                    f"ranks {rank} and {other} were started with different flags: rank {rank} has "
-                    f"{_as_flag(row)}, rank {other} has {_as_flag(other_row)}. Start every rank "
-                    "with the same command."
-                )
+        parsed = command_line()
+        # With a local world the caller builds groups on a part of the ranks only.
+        if parsed is not None and kwargs.get("local_world_size") is None:
+            _compare_ranks(parsed)
         return original(*args, **kwargs)
 
     return initialize_model_parallel
 
 
-def _as_flag(row: str) -> str:
+def _compare_ranks(parsed: CommandLine) -> None:
+    world = dist.group.WORLD
+    if world is None or dist.get_backend(world) == "fake":
+        return
+    rows = [
+        f"{dest}={value}"
+        for dest, value in sorted(parsed.values.items())
+        if dest not in RANK_DEPENDENT
+        and not dest.endswith(NODE_DEPENDENT_ENDINGS)
+        and _is_plain(value)
+    ]
+    digest = sha256("\n".join(rows).encode()).hexdigest()
+    difference = first_difference(rows, digest, "flags", world)
+    if difference is not None:
+        rank, other, row, other_row = difference
+        raise ConfigurationError(
+            f"ranks {rank} and {other} were started with different flags: rank {rank} has "
+            f"{_as_flag(row, parsed)}, rank {other} has {_as_flag(other_row, parsed)}. Start every "
+            "rank with the same command."
+        )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value prints the same on every rank: no object with an address."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, _PLAIN)
+
+
+def _as_flag(row: str, parsed: CommandLine) -> str:
     if not row:
         return "nothing"
-    name, _, value = row.partition("=")
-    return f"--{name.replace('_', '-')} {value}"
+    dest, _, value = row.partition("=")
+    spelling = parsed.spellings[dest]
+    if value in ("True", "False") or spelling != f"--{dest.replace('_', '-')}":
+        return f"{dest} = {value} ({spelling})"
+    return f"{spelling} {value}"
+
+
+def refuse_late_install() -> None:
+    """Raise if Megatron has parsed its command line for Muon without our flags.
+
+    Our defaults would be missing, above all that of ``--muon-tp-mode``.
+    """
+    args = megatron_args()
+    if args is None or hasattr(args, "muon_report"):
+        return
+    if getattr(args, "optimizer", None) in MUON_NAMES:
+        raise ConfigurationError(
+            "install() came after Megatron had parsed its command line: the flags and defaults of "
+            "megatron-muon are missing from it. Call megatron_muon.install() in the first lines of "
+            "the script, or start it through `python -m megatron_muon run`."
+        )

@@ -1,47 +1,103 @@
-"""The seams: every name of Megatron-Core 0.19.2 that this package replaces, and why.
+"""The seams: every name of megatron-core 0.19.2 that this package replaces, and why.
 
 Each row says which name, what takes its place, what would go wrong without it, and which
 parameters the name had when the row was written. :func:`check` compares them before anything is
-replaced, so that a Megatron that has moved on is refused and not half patched.
+replaced, so that a Megatron that has moved on is refused and not half patched. :func:`describe`
+renders a table for the reader (``megatron-muon seams``).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.errors import HostError
-from megatron_muon.integration.patching import Patch
+from megatron_muon.integration.patching import Patch, Row
 
 _ABSENT = object()
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+_CORE = "megatron.core.optimizer"
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
+_TRAINING = "megatron.training.training"
+_ARGUMENTS = "megatron.training.arguments"
+_BUILDERS = "megatron.training.models.dist_utils"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The parameters a function, or a class's constructor, has to have.
+
+    Attributes:
+        parameters: Their names, in order.
+        at_least: Whether others may stand among them, as in a data class that grows.
+    """
+
+    parameters: tuple[str, ...]
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.parameters)}{', ...' if self.at_least else ''})"
+
+    def fits(self, found: Sequence[str]) -> bool:
+        """Whether the parameters found are those expected."""
+        if self.at_least:
+            return set(self.parameters) <= set(found)
+        return tuple(found) == self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam(Patch):
-    """A patch with the parameters its target must have.
+    """A replaced name of Megatron with what it is expected to be.
 
     Attributes:
-        parameters: Parameter names of the target (for a class, of its constructor), ``None`` for
-            a name that is not called.
+        expected: Its parameters; ``None`` where being there is all that is asked.
+        copied: Whether other modules may have imported the name for themselves, so that the
+            copies made before ``install()`` are replaced too.
     """
 
-    parameters: tuple[str, ...] | None
+    expected: Expected | None
+    copied: bool = False
 
 
-def table(*, optimizer: bool) -> list[Seam]:
-    """Return the seams that this installation has names for; none without ``optimizer``."""
-    rows = _optimizer_seams() if optimizer else []
-    if importlib.util.find_spec("megatron.training") is None:
+@dataclass(frozen=True, slots=True)
+class Reliance:
+    """A name that is called or overridden and not replaced; checked with the seams.
+
+    Attributes:
+        module: Importable module.
+        name: Attribute path inside it.
+        expected: Its parameters.
+    """
+
+    module: str
+    name: str
+    expected: Expected
+
+
+def table() -> list[Seam]:
+    """Return the seams that this installation of Megatron has modules for."""
+    rows = [*_layout_seams(), *_factory_seams(), *_command_line_seams()]
+    if not _has_training():
         rows = [row for row in rows if not row.module.startswith("megatron.training")]
-    return rows
+    return [*rows, *_copies(rows)]
 
 
-def check(patches: Sequence[Patch]) -> None:
-    """Raise :class:`HostError`, naming all misfits, unless each seam fits the installed Megatron."""
-    misfits = [misfit for patch in patches if (misfit := _misfit(patch))]
+def check(rows: Iterable[Row]) -> None:
+    """Raise unless the installed Megatron is what the rows were written for.
+
+    Args:
+        rows: Seams, and rows of the CPU stand-in, of which Megatron's own names must exist.
+
+    Raises:
+        HostError: A name is missing or takes other parameters; names every one, as found and as
+            expected.
+    """
+    misfits = list(_misfits(rows))
     if misfits:
         raise HostError(
             "megatron-core is of a known version but not as released; nothing was changed: "
@@ -49,91 +105,248 @@ def check(patches: Sequence[Patch]) -> None:
         )
 
 
-def _misfit(patch: Patch) -> str | None:
+def describe(rows: Iterable[Row]) -> str:
+    """Render a table for the reader: each name, why, who needs it, and how it is checked."""
+    return "\n".join(line for row in rows for line in _description(row))
+
+
+def _description(row: Row) -> Iterator[str]:
+    yield row.target
+    yield f"    why: {row.why}"
+    yield f"    needed by: {row.needed_by}"
+    if _is_checked(row):
+        expected = getattr(row, "expected", None)
+        yield f"    checked: {'exists' if expected is None else f'takes {expected}'}"
+
+
+def _is_checked(row: Row) -> bool:
+    return isinstance(row, Seam) or (isinstance(row, Patch) and row.module.startswith("megatron."))
+
+
+def _misfits(rows: Iterable[Row]) -> Iterator[str]:
+    rows = list(rows)
+    for row in rows:
+        if isinstance(row, Patch) and _is_checked(row):
+            yield from _misfit(row.target, row.holder, getattr(row, "expected", None))
+    for needed in RELIED_ON if any(isinstance(row, Seam) for row in rows) else ():
+        if _has_training() or not needed.module.startswith("megatron.training"):
+            row = _unchanged(needed)
+            yield from _misfit(row.target, row.holder, needed.expected)
+
+
+def _misfit(
+    target: str, holder: Callable[[], tuple[Any, str]], expected: Expected | None
+) -> Iterator[str]:
     try:
-        holder, leaf = patch.holder()
+        owner, leaf = holder()
     except (ImportError, AttributeError) as error:
-        return f"{patch.target} cannot be reached ({error})"
-    target = getattr(holder, leaf, _ABSENT)
-    if target is _ABSENT or target is None:
-        return f"{patch.target} is missing"
-    expected = patch.parameters if isinstance(patch, Seam) else None
-    if expected is None:
-        return None
-    found = tuple(inspect.signature(target).parameters)
-    if found != expected:
-        return f"{patch.target} takes {found}, expected {expected}"
-    return None
+        yield f"{target} cannot be reached ({error})"
+        return
+    value = getattr(owner, leaf, None)
+    if value is None:
+        yield f"{target} is missing"
+    elif expected is not None:
+        found = tuple(inspect.signature(value if callable(value) else type(value)).parameters)
+        if not expected.fits(found):
+            yield f"{target} takes ({', '.join(found)}), expected {expected}"
+
+
+def _copies(rows: Sequence[Seam]) -> list[Seam]:
+    """Return a row for each module that had imported a replaced name before ``install()``."""
+    listed = {row.target for row in rows}
+    copies = []
+    for row in rows:
+        holder, leaf = row.holder() if row.copied else (None, "")
+        original = getattr(holder, leaf, _ABSENT)
+        for name, module in list(sys.modules.items()):
+            holds = (
+                original is not _ABSENT and getattr(module, "__dict__", {}).get(leaf) is original
+            )
+            if holds and name.partition(".")[0] != _OWN_PACKAGE and f"{name}.{leaf}" not in listed:
+                listed.add(f"{name}.{leaf}")
+                copies.append(
+                    Seam(
+                        module=name,
+                        name=leaf,
+                        replace=row.replace,
+                        why=f"imported from {row.module} before install()",
+                        needed_by=name,
+                        expected=row.expected,
+                    )
+                )
+    return copies
+
+
+def _has_training() -> bool:
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def _unchanged(needed: Reliance) -> Patch:
+    return Patch(
+        module=needed.module, name=needed.name, replace=lambda value: value, why="", needed_by=""
+    )
 
 
 def _value(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
-def _optimizer_seams() -> list[Seam]:
-    from megatron_muon.integration import arguments, ddp, factory, preflight
-    from megatron_muon.optimizer.config import MuonConfig
+def _takes(*parameters: str) -> Expected:
+    return Expected(parameters)
+
+
+RELIED_ON = (
+    Reliance(
+        _LAYER_WISE,
+        "LayerWiseDistributedOptimizer.compute_full_param_layout",
+        _takes("params", "bucket_size", "data_parallel_world_size", "ddp_config",
+               "expert_data_parallel_world_size"),
+    ),
+    Reliance(
+        _LAYER_WISE,
+        "LayerWiseDistributedOptimizer._shard_divisor",
+        _takes("data_parallel_world_size", "ddp_config"),
+    ),
+    Reliance(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._compute_per_buffer_param_layout",
+        _takes("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
+    ),
+    Reliance(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "group_params_for_buffers",
+        _takes("params", "grad_reduce_in_fp32"),
+    ),
+    Reliance(_ARGUMENTS, "parse_args", _takes("extra_args_provider", "ignore_unknown_args")),
+)  # fmt: skip
+"""Names that are called or overridden and not replaced."""
+
+
+def _layout_seams() -> list[Seam]:
+    """Return the seams through which DDP gets our routing and our layout."""
+    from megatron_muon.integration import ddp
     from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 
-    layer_wise = dict(
-        name="LayerWiseDistributedOptimizer",
-        replace=_value(LayerWiseMuonOptimizer),
-        why="owns whole matrices by our layout and orthogonalizes the full matrix under TP",
-        needed_by="core/optimizer/__init__.py:_get_megatron_emerging_optimizer",
-        parameters=("optimizers", "config", "pg_collection", "init_state_fn_list", "model_chunks"),
-    )
-    tag = dict(
-        name="tag_params_for_buffer_routing",
-        replace=_value(ddp.tag_params_for_buffer_routing),
-        why="one routing decides a parameter's buffer and its optimizer",
-        needed_by="training/training.py:wrap_model_chunks_with_ddp",
-        parameters=("model_chunks",),
-    )
-    return [
-        Seam(module="megatron.core.optimizer", **layer_wise),
-        Seam(module="megatron.core.optimizer.layer_wise_optimizer", **layer_wise),
-        Seam(module="megatron.training.training", **layer_wise),
-        Seam(module="megatron.core.optimizer.layer_wise_optimizer", **tag),
-        Seam(module="megatron.training.training", **tag),
+    optimizers = [
         Seam(
-            module="megatron.core.optimizer",
+            module=module,
+            name="LayerWiseDistributedOptimizer",
+            replace=_value(LayerWiseMuonOptimizer),
+            why="owns whole matrices by our layout and orthogonalizes the full matrix under TP",
+            needed_by="core/optimizer/__init__.py:_get_megatron_emerging_optimizer",
+            expected=_takes("optimizers", "config", "pg_collection", "init_state_fn_list",
+                            "model_chunks"),
+            copied=True,
+        )
+        for module in (_CORE, _LAYER_WISE, _TRAINING)
+    ]  # fmt: skip
+    tags = [
+        Seam(
+            module=module,
+            name="tag_params_for_buffer_routing",
+            replace=_value(ddp.tag_params_for_buffer_routing),
+            why="one routing decides a parameter's buffer and its optimizer",
+            needed_by="training/training.py:wrap_model_chunks_with_ddp",
+            expected=_takes("model_chunks"),
+            copied=True,
+        )
+        for module in (_LAYER_WISE, _TRAINING)
+    ]
+    return [
+        *optimizers,
+        *tags,
+        Seam(
+            module=_BUILDERS,
+            name="_ddp_wrap",
+            replace=ddp.wraps_with_layout,
+            why="0.19.2 has no layer-wise branch on the ModelBuilder path",
+            needed_by="training/models/dist_utils.py:unimodal_build_distributed_models",
+            expected=_takes("model", "data_parallel_random_init", "ddp_config",
+                            "overlap_param_gather_with_optimizer_step", "use_megatron_fsdp",
+                            "use_torch_fsdp2", "pg_collection"),
+            copied=True,
+        ),
+        Seam(
+            module=_BUILDERS,
+            name="DistributedOptimizer",
+            replace=ddp.dispatches_layout,
+            why="_ddp_wrap computes its layout through this name",
+            needed_by="training/models/dist_utils.py:_ddp_wrap",
+            expected=Expected(("optimizer", "config", "model_chunks"), at_least=True),
+        ),
+        Seam(
+            module="megatron.core.distributed.distributed_data_parallel",
+            name="partition_buckets",
+            replace=ddp.partitions_by_owner,
+            why="a bucket group of two optimizers is gathered before the second has stepped",
+            needed_by="core/distributed/distributed_data_parallel.py:DistributedDataParallel",
+            expected=_takes("buffers", "force_single_bucket_group",
+                            "reduce_scatter_with_fp32_accumulation"),
+        ),
+    ]  # fmt: skip
+
+
+def _factory_seams() -> list[Seam]:
+    """Return the seams through which Megatron's factory builds our optimizer."""
+    from megatron_muon.integration import factory
+    from megatron_muon.optimizer.config import MuonConfig
+
+    return [
+        Seam(
+            module=_CORE,
             name="_get_megatron_emerging_optimizer",
             replace=factory.builds_muon,
             why="routes, checks and plans before Megatron's factory, binds the plan after it",
             needed_by="core/optimizer/__init__.py:get_megatron_optimizer",
-            parameters=("config", "model_chunks", "config_overrides", "pg_collection"),
+            expected=_takes("config", "model_chunks", "config_overrides", "pg_collection"),
+            copied=True,
         ),
         Seam(
-            module="megatron.core.optimizer.emerging_optimizers",
+            module=f"{_CORE}.emerging_optimizers",
             name="_EMERGING_OPTIMIZERS.muon",
             replace=factory.registers_muon,
             why="the algorithm itself: our torch optimizer and our routing predicate",
             needed_by="core/optimizer/emerging_optimizers.py:_create_emerging_optimizer",
-            parameters=None,
+            expected=_takes("optimizer_cls", "init_state_fn", "config_to_kwargs",
+                            "default_param_overrides"),
         ),
         Seam(
-            module="megatron.training.training",
+            module=_TRAINING,
             name="OptimizerConfig",
             replace=_value(MuonConfig),
             why="carries our flags from the command line to the optimizer",
             needed_by="training/training.py:get_megatron_optimizer_config",
-            parameters=None,
+            expected=Expected(("optimizer", "muon_momentum", "muon_nesterov", "muon_split_qkv",
+                               "muon_scale_mode", "muon_extra_scale_factor",
+                               "muon_coefficient_type", "muon_num_ns_steps",
+                               "muon_fp32_matmul_prec", "muon_tp_mode", "muon_scalar_optimizer",
+                               "use_layer_wise_distributed_optimizer"), at_least=True),
         ),
+    ]  # fmt: skip
+
+
+def _command_line_seams() -> list[Seam]:
+    """Return the seams that read our flags and say early what cannot run."""
+    from megatron_muon.integration import arguments, preflight
+
+    return [
         Seam(
-            module="megatron.training.arguments",
+            module=_ARGUMENTS,
             name="add_megatron_arguments",
             replace=arguments.adds_muon_arguments,
             why="our flags, and parser errors in one line",
             needed_by="training/arguments.py:parse_args",
-            parameters=("parser",),
+            expected=_takes("parser"),
+            copied=True,
         ),
         Seam(
-            module="megatron.training.arguments",
+            module=_ARGUMENTS,
             name="validate_args",
             replace=preflight.checks_arguments,
-            why="bad input is an error before any work starts",
+            why="arguments that cannot run are one message before any work starts",
             needed_by="training/arguments.py:parse_and_validate_args",
-            parameters=("args", "defaults"),
+            expected=_takes("args", "defaults"),
+            copied=True,
         ),
         Seam(
             module="megatron.core.parallel_state",
@@ -141,26 +354,15 @@ def _optimizer_seams() -> list[Seam]:
             replace=preflight.compares_ranks,
             why="ranks with different flags would hang in a collective",
             needed_by="training/initialize.py:_initialize_distributed",
-            parameters=None,
+            expected=Expected(("tensor_model_parallel_size", "local_world_size"), at_least=True),
+            copied=True,
         ),
         Seam(
-            module="megatron.training.models.dist_utils",
-            name="_ddp_wrap",
-            replace=ddp.wraps_with_layout,
-            why="0.19.2 has no layer-wise branch on the ModelBuilder path",
-            needed_by="training/models/dist_utils.py:unimodal_build_distributed_models",
-            parameters=(
-                "model", "data_parallel_random_init", "ddp_config",
-                "overlap_param_gather_with_optimizer_step", "use_megatron_fsdp",
-                "use_torch_fsdp2", "pg_collection",
-            ),
+            module="megatron.core.datasets.indexed_dataset",
+            name="IndexedDataset.initialize",
+            replace=preflight.finds_data_files,
+            why="a data path that does not exist is one message that names the missing file",
+            needed_by="core/datasets/indexed_dataset.py:IndexedDataset",
+            expected=Expected(("self", "path_prefix"), at_least=True),
         ),
-        Seam(
-            module="megatron.training.models.dist_utils",
-            name="DistributedOptimizer",
-            replace=ddp.dispatches_layout,
-            why="_ddp_wrap computes its layout through this name",
-            needed_by="training/models/dist_utils.py:_ddp_wrap",
-            parameters=None,
-        ),
-    ]  # fmt: skip
+    ]

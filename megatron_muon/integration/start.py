@@ -2,58 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
+from megatron_muon.collectives.agreement import gather_distinct
 from megatron_muon.integration.capabilities import capabilities
-from megatron_muon.integration.messages import is_first_rank
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.muon import OwnedMuon
-from megatron_muon.optimizer.report import Report, plan_summary, record_steps
+from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
 
 
 def announce(
     optimizer: Any,
-    routes: Mapping[torch.nn.Parameter, Route],
+    routes: Sequence[Route],
     plan: Plan,
     settings: MuonSettings,
-    muons: list[OwnedMuon],
+    muons: Sequence[OwnedMuon],
 ) -> None:
-    """Print the start-up block on rank 0 and, if asked for, open the report.
+    """Print the start-up block on rank 0 and, if asked for, open the report; collective.
 
     Args:
         optimizer: Megatron's outermost optimizer.
         routes: Route of each model parameter on this rank.
-        plan: The plan of this pipeline stage.
+        plan: The plan of this rank's pipeline stage.
         settings: The resolved settings.
         muons: The Muons inside ``optimizer``.
     """
-    if is_first_rank():
-        print("\n".join(_lines(list(routes.values()), plan, settings)), flush=True)
+    world = dist.group.WORLD
+    assert world is not None
+    names = tuple(route.facts.name for route in routes)
+    parts = gather_distinct((routing_rows(routes, plan), plan), (plan.fingerprint, names), world)
+    # A tied embedding is on two pipeline stages.
+    rows = list({row["name"]: row for part, _ in parts for row in part}.values())
+    plans = [part for _, part in parts]
+    if world.rank() == 0:
+        print("\n".join(_lines(rows, plans, settings)), flush=True)
     if settings.report is not None:
-        record_steps(optimizer, muons, Report.open(settings, list(routes.values()), plan))
+        report = Report.open(settings, rows, plans, writes=world.rank() == 0)
+        record_steps(optimizer, muons, report)
 
 
-def _lines(routes: list[Route], plan: Plan, settings: MuonSettings) -> Iterator[str]:
-    summary = plan_summary(plan)
+def _lines(
+    rows: Sequence[dict[str, Any]], plans: Sequence[Plan], settings: MuonSettings
+) -> Iterator[str]:
+    summary = plan_summary(plans)
     yield "megatron-muon: Muon is on"
     values = settings.to_dict()
     yield "  settings: " + ", ".join(f"{name}={value}" for name, value in values.items())
     for optimizer, label in (("muon", "Muon"), ("scalar", settings.scalar_optimizer)):
-        members = [route for route in routes if route.optimizer == optimizer]
-        yield (
-            f"  {label}: {len(members)} parameters, "
-            f"{sum(_numel(route.facts.shape) for route in members)} elements (logical, this "
-            "pipeline stage)"
-        )
+        members = [row for row in rows if row["optimizer"] == optimizer]
+        numel = sum(math.prod(row["logical_shape"]) for row in members)
+        yield f"  {label}: {len(members)} parameters, {numel} elements"
     yield (
-        f"  plan {summary['fingerprint']}: {len(plan.matrices)} matrices over {plan.num_owners} "
-        f"owners, Newton-Schulz work max/mean {summary['flops_max_over_mean']:.3f}, elements "
-        f"max/mean {summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
+        f"  plan {summary['fingerprint']}: {sum(len(plan.matrices) for plan in plans)} matrices "
+        f"over {max(plan.num_owners for plan in plans)} owners, Newton-Schulz work max/mean "
+        f"{summary['flops_max_over_mean']:.3f}, elements max/mean "
+        f"{summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
     )
     if settings.tp_mode == "blockwise":
         yield (
@@ -61,10 +70,3 @@ def _lines(routes: list[Route], plan: Plan, settings: MuonSettings) -> Iterator[
             "itself, so the optimizer changes with the tensor-parallel size; owner does not."
         )
     yield "  " + "; ".join(str(capability) for capability in capabilities())
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

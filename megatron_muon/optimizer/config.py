@@ -152,7 +152,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         raise ConfigurationError(
             f"--muon-num-ns-steps is {config.muon_num_ns_steps}: expected 1 or more."
         )
-    distributed = config.use_layer_wise_distributed_optimizer
+    distributed = config.use_layer_wise_distributed_optimizer or config.optimizer == "dist_muon"
     return MuonSettings(
         lr=config.lr,
         weight_decay=config.weight_decay,

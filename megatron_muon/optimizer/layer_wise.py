@@ -24,7 +24,7 @@ from megatron_muon.bookkeeping.layout import (
 )
 from megatron_muon.bookkeeping.matrix import LogicalMatrix, whole
 from megatron_muon.bookkeeping.plan import EVERY_OWNER, OwnedMatrix
-from megatron_muon.errors import ConfigurationError, PlanError
+from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
 
 
 @dataclass
@@ -106,25 +106,36 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         """
         chunks = model_chunks or []
         for chunk in chunks:
-            _verify_layout(chunk)
+            verify_layout(chunk)
         self.dist_metas: dict[torch.nn.Parameter, MuonDistMeta] = {}
         self._buckets: list[list[BufferRange]] = []
         self._placements: dict[torch.nn.Parameter, tuple[int, Placement]] = {}
         self._index_buffers(chunks)
         if not config.bf16 and not config.fp16:
             # Megatron wraps the children for bf16 only; a raw child dies at its first step.
-            init_fns = init_state_fn_list or [None] * len(optimizers)
+            init_fns: Sequence[Any] = init_state_fn_list or len(optimizers) * (None,)
             optimizers = [FP32Optimizer(o, config, fn)
                           for o, fn in zip(optimizers, init_fns, strict=True)]  # fmt: skip
         super().__init__(optimizers, config, pg_collection, init_state_fn_list, chunks)
+        # DDP's hooks gather the parameters, so DDP's config decides and not the optimizer's.
+        self.overlap_param_gather = any(c.ddp_config.overlap_param_gather for c in chunks)
+        if self.overlap_param_gather and not self.use_buffer_param_sync:
+            if self._broadcasts:
+                raise UnsupportedError(
+                    "--overlap-param-gather together with --no-use-layer-wise-param-layout makes "
+                    "gathers of uneven size, which gloo does not have. Drop one of the two flags."
+                )
+            self.set_bucket_layerwise_params_list(chunks)
+
+    @property
+    def _broadcasts(self) -> bool:
+        """Whether owners broadcast their matrices: gloo takes no gathers of uneven size."""
+        return self.dp_cp is not None and dist.get_backend(self.dp_cp) == "gloo"
 
     @torch.no_grad()
     def allgather_params(self) -> None:
-        """Bring every owner's matrices to all ranks, where DDP was given no layout.
-
-        gloo takes no gathers of uneven size, so there the owners broadcast.
-        """
-        if self.dp_cp is not None and dist.get_backend(self.dp_cp) == "gloo":
+        """Bring every owner's parameters to all ranks, where DDP was given no layout."""
+        if self._broadcasts:
             self.broadcast_params()
         else:
             super().allgather_params()
@@ -152,14 +163,16 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             )
 
     @property
-    def padding_ratio(self) -> float:
-        """Buffer elements over parameter elements of the matrices' buffers."""
+    def buffer_numel(self) -> int | None:
+        """Elements of the buffers that hold the matrices, ``None`` without a layout."""
         if not self.use_buffer_param_sync:
-            return 1.0
-        layouts = [layout for chunk in self.model_chunks
-                   for layout in chunk.full_param_layout.owner_layouts]  # fmt: skip
-        unpadded = sum(sum(layout.unpadded_numel) for layout in layouts)
-        return sum(layout.buckets[-1].end for layout in layouts) / unpadded if unpadded else 1.0
+            return None
+        return sum(
+            owner_layout.numel
+            for chunk in self.model_chunks
+            if isinstance(chunk.full_param_layout, MuonParamLayout)
+            for owner_layout in chunk.full_param_layout.owner_layouts
+        )
 
     def record_ownership(self, owned: dict[torch.nn.Parameter, OwnedMatrix]) -> None:
         """Make the bookkeeping record of each matrix this rank owns, and check it.
@@ -171,11 +184,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             PlanError: A matrix is stepped here but does not lie whole in this rank's shards, or
                 lies here and is not stepped.
         """
-        stepped = {
-            param
-            for child in self.chained_optimizers
-            for param in _model_params(child)
-        }
+        stepped = {param for child in self.chained_optimizers for param in _model_params(child)}
         for param, matrix in owned.items():
             if matrix.range is None:
                 continue
@@ -226,11 +235,20 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         return owners
 
 
-def _verify_layout(chunk: Any) -> None:
-    """Check that a model chunk's buffers are those of a layout this class published."""
+def verify_layout(chunk: Any) -> None:
+    """Check that a model chunk's buffers are those of a layout this class published.
+
+    A chunk whose DDP all-reduces has none, and one without trainable parameters needs none.
+
+    Raises:
+        ConfigurationError: Another layout was given to DDP.
+        PlanError: DDP's buffers are not those of the layout.
+    """
     layout = getattr(chunk, "full_param_layout", None)
     ddp_config = getattr(chunk, "ddp_config", None)
     if layout is None and not getattr(ddp_config, "use_distributed_optimizer", False):
+        return
+    if layout is not None and not layout.layouts:
         return
     if not isinstance(layout, MuonParamLayout):
         raise ConfigurationError(
@@ -271,7 +289,14 @@ def _model_params(child: Any) -> Iterator[torch.nn.Parameter]:
 def _owner_layout(
     params: Sequence[Any], bucket_size: int | None, num_owners: int, ddp_config: Any
 ) -> OwnerLayout:
-    items = [LayoutItem(numel=p.data.nelement(), flops=_matrix_of(p).ns_flops(1)) for p in params]
+    items = [
+        LayoutItem(
+            numel=p.data.nelement(),
+            flops=_matrix_of(p).ns_flops(1),
+            alone=getattr(p, "shared_embedding", False),
+        )
+        for p in params
+    ]
     alignment = LayerWiseDistributedOptimizer._shard_divisor(num_owners, ddp_config)
     return compute_owner_layout(items, bucket_size, num_owners, alignment)
 

@@ -88,9 +88,7 @@ class OwnedMuon(torch.optim.Optimizer):
         """
         super().__init__(
             params,
-            dict(
-                lr=settings.lr, weight_decay=settings.weight_decay, momentum=settings.momentum
-            ),
+            dict(lr=settings.lr, weight_decay=settings.weight_decay, momentum=settings.momentum),
         )
         self.settings = settings
         self.orthogonalization = Orthogonalization(
@@ -104,13 +102,20 @@ class OwnedMuon(torch.optim.Optimizer):
         self._groups = {False: tp_group, True: expert_tp_group}
         self._bound: Mapping[torch.Tensor, PlannedMatrix] | None = None
 
-    def bind(self, plan: Mapping[torch.Tensor, PlannedMatrix]) -> None:
-        """Tell which planned matrix each model parameter is.
+    def bind(self, plan: Mapping[torch.nn.Parameter, PlannedMatrix]) -> None:
+        """Tell which planned matrix each model parameter is, and make the momentum.
 
         Args:
             plan: By model parameter; the masters are found through ``param.main_param``.
+
+        Raises:
+            PlanError: A parameter is in no plan, or has another shape there.
+            ConfigurationError: The tensor-parallel mode cannot step a matrix.
         """
         self._bound = {getattr(p, "main_param", p): planned for p, planned in plan.items()}
+        if self.settings.tp_mode in ("distributed", "blockwise"):
+            for planned in plan.values():  # on every rank, or those that own none would wait
+                local_blocks(planned.matrix)
         for group in self.param_groups:
             for param in group["params"]:
                 planned = self._planned(param)
@@ -119,6 +124,7 @@ class OwnedMuon(torch.optim.Optimizer):
                         f"{planned.matrix.name} has shape {tuple(param.shape)} on this rank, the "
                         f"plan expects {planned.matrix.local_shape} of {planned.matrix.shape}."
                     )
+        self.init_state()
 
     @torch.no_grad()
     def init_state(self) -> None:
@@ -141,7 +147,6 @@ class OwnedMuon(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigurationError("OwnedMuon.step(closure=...) is not supported.")
         self.account = StepAccount()
-        self.init_state()
         work = self._work()
         for is_expert in (False, True):
             exchange = ShardExchange(self._groups[is_expert], self.account.traffic)
@@ -166,9 +171,7 @@ class OwnedMuon(torch.optim.Optimizer):
             for item, update in zip(items, updates, strict=True):
                 apply_update(item.param, update, item.group["lr"], item.group["weight_decay"])
 
-    def orthogonalize(
-        self, x: torch.Tensor, blocks: Sequence[LogicalBlock]
-    ) -> torch.Tensor:
+    def orthogonalize(self, x: torch.Tensor, blocks: Sequence[LogicalBlock]) -> torch.Tensor:
         """Orthogonalize a matrix block by block, counted."""
         with self.account.phase("newton_schulz"):
             update = self.orthogonalization.matrix(x, blocks)

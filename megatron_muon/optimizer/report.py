@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bookkeeping.plan import EVERY_OWNER, Plan
+from megatron_muon.bookkeeping.plan import EVERY_OWNER, Loads, Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.muon import OwnedMuon, StepAccount
 
-ROWS_BETWEEN_WRITES = 50
+GROWTH_BETWEEN_WRITES = 0.02
+"""The file is written again when the steps have grown by this share: each of the first steps at
+once, and in all about fifty times its final size."""
+
 _PHASES = ("momentum", "exchange", "newton_schulz", "update")
 
 
@@ -51,34 +54,54 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return the plan's fingerprint, balance and padding."""
+def plan_summary(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return fingerprint, balance and padding of the whole job.
+
+    Args:
+        plans: The different plans of the job, one for each pipeline stage.
+    """
+    fingerprints = [plan.fingerprint for plan in plans]
+    joined = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()[:16]
+    param_numel = sum(plan.param_numel for plan in plans)
     return {
-        "fingerprint": plan.fingerprint,
-        **plan.balance(),
-        "padding_ratio": plan.padding_ratio,
+        "fingerprint": fingerprints[0] if len(plans) == 1 else joined,
+        **sum((plan.loads() for plan in plans), Loads()).max_over_mean(),
+        "padding_ratio": sum(plan.buffer_numel for plan in plans) / param_numel,
     }
 
 
 @dataclass(slots=True)
 class Report:
-    """Collects rows on every rank; rank 0 writes them.
+    """Collects rows on every rank; one rank writes them.
 
     Attributes:
         path: The file.
         head: Everything but the steps.
+        writes: Whether this rank writes the file.
         steps: One row a step.
     """
 
     path: Path
     head: dict[str, Any]
+    writes: bool
     steps: list[dict[str, Any]] = field(default_factory=list)
+    _num_written: int = 0
 
     @classmethod
     def open(
-        cls, settings: MuonSettings, routes: Sequence[Route], plan: Plan
+        cls,
+        settings: MuonSettings,
+        routing: Sequence[dict[str, Any]],
+        plans: Sequence[Plan],
+        writes: bool,
     ) -> Report:
         """Make the report and write its head.
+
+        Args:
+            settings: The resolved settings.
+            routing: One row a parameter of the whole model.
+            plans: The different plans of the job.
+            writes: Whether this rank writes the file.
 
         Raises:
             ConfigurationError: The file cannot be written.
@@ -88,9 +111,10 @@ class Report:
             Path(settings.report),
             {
                 "resolved": settings.to_dict(),
-                "routing": routing_rows(routes, plan),
-                "plan": plan_summary(plan),
+                "routing": list(routing),
+                "plan": plan_summary(plans),
             },
+            writes,
         )
         try:
             report.write()
@@ -130,13 +154,14 @@ class Report:
                 "skipped": skipped,
             }
         )
-        if len(self.steps) % ROWS_BETWEEN_WRITES == 0:
+        if len(self.steps) >= self._num_written * (1 + GROWTH_BETWEEN_WRITES):
             self.write()
 
     def write(self) -> None:
-        """Write the file on rank 0, whole or not at all."""
-        if os.environ.get("RANK", "0") != "0":
+        """Write the file, whole or not at all."""
+        if not self.writes:
             return
+        self._num_written = len(self.steps)
         partial = self.path.with_name(self.path.name + ".partial")
         partial.write_text(json.dumps({**self.head, "steps": self.steps}, indent=1) + "\n")
         partial.replace(self.path)

@@ -45,7 +45,7 @@ class Orthogonalization:
     def block(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scaled update, ``(m, n)`` fp32, of one block ``x`` of shape ``(m, n)``."""
         with fp32_matmul_precision(self.matmul_precision):
-            orthogonal = newton_schulz(x, self.num_steps, self.coefficient_type)
+            orthogonal: torch.Tensor = newton_schulz(x, self.num_steps, self.coefficient_type)
         return orthogonal * self.scale(*x.shape)
 
     def matrix(self, x: torch.Tensor, blocks: Sequence[LogicalBlock]) -> torch.Tensor:
@@ -70,10 +70,10 @@ class Orthogonalization:
 
 
 def block_rows(x: torch.Tensor, block: LogicalBlock) -> torch.Tensor:
-    """View the rows of a block: ``(count, run, N)`` of a contiguous ``(M, N)`` matrix."""
-    columns = x.shape[1]
+    """View the rows of a block, ``(count, run, N)``, of an ``(M, N)`` matrix."""
+    row, column = x.stride()
     return x.as_strided(
-        (block.count, block.run, columns),
-        (block.period * columns, columns, 1),
-        x.storage_offset() + block.start * columns,
+        (block.count, block.run, x.shape[1]),
+        (block.period * row, row, column),
+        x.storage_offset() + block.start * row,
     )

@@ -9,7 +9,7 @@ The distribution is Megatron's: the `init_method`, `output_layer_init_method` an
 `embedding_init_method` of the model's config are called with a generator of their own for each
 parameter. Biases are zero and norm weights one (zero where the norm adds the one itself).
 
-The pure part (`Shard`, `parameter_seed`, `parameter_kind`, `draw`) needs torch alone.
+The pure part (`parameter_seed`, `parameter_kind`, `draw`) needs torch alone.
 `initialize_by_name` applies it to the chunks of a Megatron model, before any wrapper copies the
 weights into masters or buffers:
 
@@ -22,13 +22,13 @@ largest matrix does not fit a rank's host memory cannot use it.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from megatron_muon.errors import ConfigurationError, UnsupportedError
+from megatron_muon.integration.names import NamedParameter, named_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,6 @@ Kind = Literal["matrix", "output", "embedding", "logits", "norm", "zero"]
 """How a parameter starts: `matrix` by `init_method`, `output` (a projection back into the residual
 stream) by `output_layer_init_method`, `embedding` by `embedding_init_method`, `logits` by the one
 that Megatron gives its output layer, `norm` with ones, `zero` with zeros."""
-
-SHARED_EMBEDDING_NAME = "embedding.word_embeddings.weight"
-"""The one name of a tied embedding, also for the copy that a later pipeline stage holds."""
 
 _KIND_BY_NAME: tuple[tuple[str, Kind], ...] = (
     (r"(word|position|tokentype)_embeddings\.weight", "embedding"),
@@ -52,66 +49,6 @@ _KIND_BY_NAME: tuple[tuple[str, Kind], ...] = (
     (r"gate_weight", "matrix"),
 )
 _KINDS = tuple((re.compile(rf"(.*\.)?({tail})"), kind) for tail, kind in _KIND_BY_NAME)
-_GATED_FC1 = re.compile(r"(.*\.)?linear_fc1\.(weight|bias)")
-_GROUPED_EXPERT = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
-_LOCAL_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The piece of a logical weight that one tensor-parallel rank holds.
-
-    The logical weight is cut along `dim` into `stride` equal parts, each part into `size` pieces,
-    and the rank holds piece `rank` of every part, in order. A gated fc1 has two parts, gate and up,
-    so that its shard is `[gate_r; up_r]`.
-    """
-
-    dim: int = 0
-    """The tensor dimension that is cut."""
-
-    rank: int = 0
-    """The rank in the tensor-parallel group."""
-
-    size: int = 1
-    """The number of ranks of the tensor-parallel group; 1 for a replicated parameter."""
-
-    stride: int = 1
-    """The number of parts that are cut apart."""
-
-    def logical_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole weight whose shard has `local_shape`."""
-        if self.size == 1:
-            return tuple(local_shape)
-        return tuple(n * self.size if d == self.dim else n for d, n in enumerate(local_shape))
-
-    def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of the whole weight `full`.
-
-        Raises:
-            ConfigurationError: The dimension does not divide by `size * stride`.
-        """
-        if self.size == 1:
-            return full
-        pieces = self.size * self.stride
-        if full.shape[self.dim] % pieces != 0:
-            raise ConfigurationError(
-                f"a weight of shape {tuple(full.shape)} cannot be cut in {pieces} equal pieces "
-                f"along dimension {self.dim} ({self.size} tensor-parallel ranks x {self.stride} "
-                "parts): choose a --tensor-model-parallel-size that divides it"
-            )
-        chunks = full.chunk(pieces, dim=self.dim)
-        return torch.cat(chunks[self.rank :: self.size], dim=self.dim)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedParameter:
-    """A parameter of one model chunk, with the name and the shard that the whole job agrees on."""
-
-    name: str
-    """The global name: layers and experts are numbered in the whole model."""
-
-    param: torch.nn.Parameter
-    shard: Shard
 
 
 def parameter_seed(name: str, logical_shape: Sequence[int], seed: int) -> int:
@@ -163,23 +100,6 @@ def draw(
             f"generator=, as torch.nn.init.normal_ does ({error})"
         ) from error
     return full
-
-
-def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
-    """Yield every parameter of a Megatron model chunk under its global name, in module order.
-
-    The names do not depend on the parallel sizes: layers and experts are numbered in the whole
-    model, and a tied embedding has one name on every pipeline stage.
-
-    Raises:
-        UnsupportedError: A weight is sharded by more than tensor parallelism.
-    """
-    for path, module, expert_offset in _walk(chunk, "", 0):
-        for label, param in module.named_parameters(recurse=False):
-            name = _global_expert_name(f"{path}{label}", expert_offset)
-            if getattr(param, "shared_embedding", False):
-                name = SHARED_EMBEDDING_NAME
-            yield NamedParameter(name, param, _shard_of(name, module, param))
 
 
 @torch.no_grad()
@@ -255,60 +175,3 @@ def _config_of(chunk: torch.nn.Module) -> Any:
             "TransformerConfig as its config"
         )
     return config
-
-
-def _walk(
-    module: torch.nn.Module, path: str, expert_offset: int
-) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Yield `(path with a trailing dot, module, index of the first local expert)` in order."""
-    num_local_experts: Any = getattr(module, "num_local_experts", None)
-    ep_group: Any = getattr(module, "ep_group", None)
-    if num_local_experts is not None and ep_group is not None:
-        expert_offset = ep_group.rank() * num_local_experts
-    yield path, module, expert_offset
-    for label, child in module.named_children():
-        layer_number: Any = getattr(child, "layer_number", None)
-        if label.isdigit() and layer_number is not None:
-            label = str(layer_number - 1)
-        yield from _walk(child, f"{path}{label}.", expert_offset)
-
-
-def _global_expert_name(name: str, expert_offset: int) -> str:
-    """Return `name` with its expert numbered in the whole model, whichever module holds it."""
-    if match := _LOCAL_EXPERT.fullmatch(name):
-        experts, index, tail = match.groups()
-        return f"{experts}.{int(index) + expert_offset}.{tail}"
-    if match := _GROUPED_EXPERT.fullmatch(name):
-        experts, linear, tail, index = match.groups()
-        return f"{experts}.{int(index) + expert_offset}.{linear}.{tail}"
-    return name
-
-
-def _shard_of(name: str, module: torch.nn.Module, param: torch.nn.Parameter) -> Shard:
-    """Return how this rank's piece of `param` lies in the whole weight.
-
-    Raises:
-        UnsupportedError: The weight is sharded by more than tensor parallelism.
-    """
-    if getattr(param, "is_gtp_weight_remat", False):
-        raise UnsupportedError(
-            f"--init-by-name does not know the shards of {name!r} under "
-            "--tensor-parallel-num-weight-shards: leave that flag at its default"
-        )
-    if not getattr(param, "tensor_model_parallel", False):
-        return Shard()
-    # Transformer Engine's modules keep the real group in `_tp_group`; their `tp_group` is None
-    # where Megatron does the communication.
-    group: Any = getattr(module, "_tp_group", None) or getattr(module, "tp_group", None)
-    if group is None:
-        raise UnsupportedError(
-            f"--init-by-name found no tensor-parallel group on the {type(module).__name__} that "
-            f"holds {name!r}, so that its shard cannot be cut: drop the flag"
-        )
-    # Not every module sets the stride (grouped experts do not), but a gated fc1 is always
-    # [gate_r; up_r] on each rank, since the activation halves the local output.
-    config: Any = getattr(module, "config", None)
-    gated = getattr(config, "gated_linear_unit", False) and _GATED_FC1.fullmatch(name)
-    attributes: Any = param
-    stride = 2 if gated else getattr(param, "partition_stride", 1)
-    return Shard(attributes.partition_dim, group.rank(), group.size(), stride)

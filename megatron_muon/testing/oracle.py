@@ -44,6 +44,7 @@ class OracleSettings:
         coefficients: Name of a set in :data:`COEFFICIENTS`.
         scale: Factor on top of the square root of a block's longer side.
         clip: Largest norm of all gradients together, ``None`` for no clipping.
+        skip_above: Norm above which a step is skipped and changes nothing.
         betas: AdamW's factors.
         eps: AdamW's epsilon.
         dtype: Arithmetic of everything: fp64, or fp32 to see the size of rounding.
@@ -56,6 +57,7 @@ class OracleSettings:
     coefficients: str = "quintic"
     scale: float = 1.0
     clip: float | None = None
+    skip_above: float = math.inf
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     dtype: torch.dtype = torch.float64
@@ -98,6 +100,8 @@ class Oracle:
             for name in self.weights
         }
         self.grad_norm = math.sqrt(sum(float((grad * grad).sum()) for grad in grads.values()))
+        if self.grad_norm > self.settings.skip_above:
+            return
         if self.settings.clip is not None:
             factor = min(1.0, self.settings.clip / (self.grad_norm + 1e-6))
             grads = {name: grad * factor for name, grad in grads.items()}

@@ -7,7 +7,6 @@ job that takes longer than its timeout is ended too.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -32,7 +31,7 @@ PRELOADED = ("megatron_muon.testing.preload",)
 _POLL_S = 0.25
 
 
-class RankFailed(RuntimeError):
+class RankFailedError(RuntimeError):
     """A rank raised, exited or ran out of time; the message holds its traceback or its exit."""
 
 
@@ -62,7 +61,7 @@ def run_ranks[T](
         while_waiting: Called a few times a second until the ranks have ended, and once after.
 
     Raises:
-        RankFailed: A rank failed, or time ran out.
+        RankFailedError: A rank failed, or time ran out.
     """
     context: Any = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
@@ -99,7 +98,7 @@ def _await(
         ready = wait([p.sentinel for p in alive.values()], _POLL_S)
         while_waiting()
         if not ready and time.monotonic() > deadline:
-            raise RankFailed(
+            raise RankFailedError(
                 f"after {timeout_s:g} s rank(s) {', '.join(map(str, alive))} of {len(ranks)} had "
                 "not ended"
             )
@@ -108,7 +107,7 @@ def _await(
                 process.join()
                 del alive[rank]
                 if process.exitcode != 0:
-                    raise RankFailed(_story(rank, process.exitcode, shared))
+                    raise RankFailedError(_story(rank, process.exitcode, shared))
 
 
 def _story(rank: int, exitcode: int | None, shared: Path) -> str:
@@ -139,6 +138,8 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The server's start method must not become that of the rank's own data loader workers.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1"
@@ -176,19 +177,3 @@ def _redirect(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def run_program(module: str, arguments: Sequence[str], device: Literal["cpu"] = "cpu") -> int:
-    """Run a module's ``main()`` as a rank's program, after ``install()``; for :func:`run_ranks`.
-
-    Args:
-        module: Module with a ``main()`` that reads ``sys.argv``.
-        arguments: Its command line.
-        device: As for ``install()``.
-    """
-    from megatron_muon.integration.install import install
-
-    sys.argv = [module, *arguments]
-    install(device=device)
-    importlib.import_module(module).main()
-    return 0

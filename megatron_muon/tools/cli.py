@@ -6,66 +6,121 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_muon import __version__
-from megatron_muon.errors import MuonError
+from megatron_muon.errors import HostError, MuonError
+from megatron_muon.integration.messages import EXIT_CODE, fail, say_error
+from megatron_muon.tools import golden
 
-EXIT_CODE = 2
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong once a job, not once a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}\n{self.format_usage().rstrip()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if importlib.util.find_spec("torch") is None:
-        print(
-            "megatron-muon: error: torch is not installed for this Python "
-            f"({sys.executable}). Install it with `pip install megatron-muon`, which brings torch "
-            "2.13 or newer.",
-            file=sys.stderr,
-        )
-        return EXIT_CODE
+    arguments, of_script = split_script(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    options.arguments = of_script
     try:
+        if options.needs_torch:
+            _require_torch()
         return int(options.main(options))
     except MuonError as error:
-        print(f"megatron-muon: error: {error}", file=sys.stderr)
+        say_error(str(error))
         return EXIT_CODE
+
+
+def split_script(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cut the command line of ``run`` behind SCRIPT: what follows is the script's, untouched.
+
+    Args:
+        argv: The command line, without the program's name.
+
+    Returns:
+        Our part, SCRIPT included, and the script's part.
+    """
+    if not argv or argv[0] != "run":
+        return list(argv), []
+    position = 1
+    while position < len(argv) and argv[position].startswith("-"):
+        if argv[position] == "--":
+            position += 1
+            break
+        position += 2 if argv[position] == "--device" else 1
+    return list(argv[: position + 1]), list(argv[position + 1 :])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon", description="Muon for Megatron-Core."
-    )
+    parser = _Parser(prog="megatron-muon", description="Muon for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-muon {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="start a Megatron script, unchanged, with Muon installed",
+        usage="megatron-muon run [--device {auto,cpu,cuda}] [--no-optimizer] SCRIPT ARGS...",
         description="Start a Megatron script, unchanged: megatron-muon run pretrain_gpt.py "
         "--optimizer muon ... Under torchrun: torchrun --nproc-per-node 4 -m megatron_muon run "
-        "SCRIPT ARGS...",
+        "SCRIPT ARGS... What follows SCRIPT is the script's.",
     )
-    run.add_argument(
+    _add_installation(run)
+    run.add_argument("script", metavar="SCRIPT", help="the script; its arguments follow it")
+    run.set_defaults(main=_run, needs_torch=True)
+    seams = commands.add_parser(
+        "seams",
+        help="show every name that install() replaces, and why",
+        description="Show every name that install() replaces: why, which upstream code needs it, "
+        "and how it is checked before anything is replaced.",
+    )
+    _add_installation(seams)
+    seams.set_defaults(main=_seams, needs_torch=True)
+    held = commands.add_parser(
+        "golden",
+        help="show, compare or record golden values",
+        description="Show a golden file, hold a run to one, or record one.",
+    )
+    golden.add_arguments(held)
+    held.set_defaults(main=golden.main, needs_torch=False)
+    return parser
+
+
+def _add_installation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="cpu puts Megatron on the CPU and gloo; auto does so where there is no CUDA device",
     )
-    run.add_argument(
+    parser.add_argument(
         "--no-optimizer",
         action="store_true",
         help="install the CPU stand-in alone, and none of the optimizer's seams",
     )
-    run.add_argument("script", metavar="SCRIPT", help="the script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
-    run.set_defaults(main=_run)
-    return parser
+
+
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise HostError(
+            f"torch is not installed for this Python ({sys.executable}). Install it with `pip "
+            "install megatron-muon`, which brings torch 2.13 or newer."
+        )
 
 
 def _run(options: argparse.Namespace) -> int:
     from megatron_muon.integration.launch import run_script
 
-    return run_script(
-        options.script, options.arguments, options.device, not options.no_optimizer
-    )
+    return run_script(options.script, options.arguments, options.device, not options.no_optimizer)
+
+
+def _seams(options: argparse.Namespace) -> int:
+    from megatron_muon.integration.install import seam_tables
+    from megatron_muon.integration.seams import describe
+
+    for title, table in seam_tables(options.device, not options.no_optimizer).items():
+        print(f"# {title}: {len(table.rows)} rows\n\n{describe(table.rows)}\n")
+    print("uninstall() puts the very objects back that were there, in reverse order.")
+    return 0

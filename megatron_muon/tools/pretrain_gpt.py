@@ -122,10 +122,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             "no data to train on: pass --data-path PREFIX of an indexed dataset, or --mock-data"
         )
-    if prefixes and args.mock_data:
-        raise ConfigurationError(
-            f"--mock-data would be ignored, since {prefixes[0]} is given as data: drop one of them"
-        )
     for prefix in prefixes:
         for path in (get_bin_path(prefix), get_idx_path(prefix)):
             if not is_object_storage_path(path) and not os.path.isfile(path):

@@ -80,13 +80,14 @@ def write_events(folder: Path, run: gv.MetricSeries) -> Path:
 def console(losses: list[float], *, first_iteration: int = 1, skipped: tuple[int, ...] = ()) -> str:
     """What Megatron 0.19.2 prints at ``--log-interval 1``, with the accounts of training_log."""
     lines = ["[before the start of training step] datetime: 2026-08-31 10:00:00.000000 "]
-    total, advanced, num_skipped = 0.0, 0, 0
+    total: float | None = None  # no sum is kept before a first good step
+    advanced, num_skipped = 0, 0
     for iteration, loss in enumerate(losses, first_iteration):
         if iteration in skipped:
             num_skipped += 1
         else:
-            total, advanced = total + loss, advanced + 1
-        average = total / max(1, advanced)
+            total, advanced = (total or 0.0) + loss, advanced + 1
+        average = math.nan if total is None else total / max(1, advanced)
         text = f" lm loss: {average:.6E} |" if average >= 0.0 else ""
         lines.append(
             f" [2026-08-31 10:00:{iteration % 60:02d}.123456] iteration {iteration:8d}/      50 |"
@@ -96,7 +97,8 @@ def console(losses: list[float], *, first_iteration: int = 1, skipped: tuple[int
             f" number of skipped iterations: {num_skipped:3d} | number of nan iterations:   0 |"
         )
         if iteration > first_iteration:  # the first line of a run resets nothing
-            total, advanced, num_skipped = 0.0, 0, 0
+            total = None if total is None else 0.0
+            advanced, num_skipped = 0, 0
     return "\n".join(lines) + "\n"
 
 
@@ -365,12 +367,20 @@ def test_console_cut_from_the_middle_is_taken_as_it_is():
     assert run.values == pytest.approx(curve().values[10:], abs=1e-6)
 
 
-def test_console_of_a_skipped_step_shows_no_loss():
+@pytest.mark.parametrize("skipped", [(4,), (1,), (2,), (1, 2), (1, 2, 3), (2, 3), (1, 3), (5,)])
+def test_console_of_skipped_steps_shows_the_losses_of_the_others(skipped):
     losses = [5.0, 4.9, 4.8, 4.7, 4.6]
-    run = gv.series_from_console(gv.parse_console_log(console(losses, skipped=(4,))))
-    assert run.steps == (1, 2, 3, 5)
-    run = gv.series_from_console(gv.parse_console_log(console(losses, skipped=(1,))))
-    assert run.as_mapping()[2] == 4.9
+    run = gv.series_from_console(gv.parse_console_log(console(losses, skipped=skipped)))
+    kept = {step: loss for step, loss in enumerate(losses, 1) if step not in skipped}
+    assert run.as_mapping() == pytest.approx(kept, abs=2e-6)
+
+
+def test_console_of_nothing_but_skipped_steps_has_no_loss():
+    lines = gv.parse_console_log(console([5.0, 4.9, 4.8], skipped=(1, 2, 3)))
+    with pytest.raises(ConfigurationError, match="no metric 'lm loss'"):
+        gv.series_from_console(lines)
+    with pytest.raises(ConfigurationError, match="every step was skipped"):
+        gv.series_from_console(gv.parse_console_log(console([5.0, 4.9, 4.8], skipped=(3,)))[2:])
 
 
 def test_console_of_a_nan_loss_reads_as_nan_and_fails():
@@ -466,7 +476,9 @@ def test_missing_steps_and_numbers_fail_every_kind(kind, run, golden, problem):
 
 def test_against_zero_only_zero_passes():
     assert gv.compare(series(0.0), series(0.0), kind="cross-hardware").passed
-    assert not gv.compare(series(1e-30), series(0.0), kind="cross-hardware").passed
+    result = gv.compare(series(1e-30), series(0.0), kind="cross-hardware")
+    assert not result.passed
+    assert result.distance == math.inf
 
 
 @pytest.mark.parametrize(
@@ -601,6 +613,9 @@ def test_a_mutant_that_fails_for_another_reason_does_not_count():
         assert not gv.compare(broken, curve(), kind="cross-sharding").passed
         found = reasons(curve(), mutants=mutants(curve()) | {"unsplit-qkv": broken})
         assert any(expected in reason and "unsplit-qkv" in reason for reason in found)
+    assert reasons(curve(), mutants=mutants(curve()) | {"unsplit-qkv": crashed})[-1] == (
+        "no comparable run of the mutants ['unsplit-qkv']"
+    )
 
 
 def test_legitimate_runs_have_to_be_there_and_to_pass():

@@ -9,12 +9,11 @@ import torch
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 
 from megatron_muon.errors import ConfigurationError, UnsupportedError
+from megatron_muon.integration.names import SHARED_EMBEDDING_NAME, named_parameters
+from megatron_muon.integration.names import ParamShard as Shard
 from megatron_muon.testing.init_by_name import (
-    SHARED_EMBEDDING_NAME,
-    Shard,
     draw,
     initialize_by_name,
-    named_parameters,
     parameter_kind,
     parameter_seed,
 )

@@ -23,6 +23,7 @@ from megatron_muon.tools.prepare_text import (
     main,
     prepare_text,
 )
+from megatron_muon.tools.pretrain_gpt import check_splits, defaults_for
 
 TEXTS = {
     "b.txt": "To be, or not to be.\n",
@@ -276,3 +277,27 @@ def test_the_stamp_is_plain_json(folder: Path, prefix: Path) -> None:
     stamp = json.loads(prefix.with_name(prefix.name + ".json").read_text())
     assert stamp["about"]["vocabulary_size"] == 256
     assert list(stamp["about"]["inputs"]) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_training_defaults_to_the_same_vocabulary_at_every_tp_size(tp: int) -> None:
+    defaults = defaults_for(["--tensor-model-parallel-size", str(tp)])
+    assert defaults["tokenizer_type"] == "NullTokenizer"
+    assert defaults["vocab_size"] == defaults["padded_vocab_size"] == VOCABULARY_SIZE
+    assert defaults["null_tokenizer_eod_id"] == END_OF_DOCUMENT
+    assert VOCABULARY_SIZE % tp == 0
+
+
+@pytest.mark.parametrize("flag", ["--tokenizer-type", "--vocab-size=300", "--padded-vocab-size"])
+def test_a_tokenizer_of_the_user_is_left_alone(flag: str) -> None:
+    assert defaults_for([flag]) == {"eval_interval": 1000}
+    assert defaults_for([flag, "--eval-interval", "5"]) == {}
+
+
+def test_a_split_without_documents_is_an_error_and_not_an_endless_loop() -> None:
+    check_splits([38], ["plays"], "100,0,0", (600, 0, 0))
+    check_splits([38], ["plays"], "969,30,1", (600, 12, 0))
+    with pytest.raises(ConfigurationError, match=r"969,30,1 gives the test data none of the 38"):
+        check_splits([38], ["plays"], "969,30,1", (600, 12, 12))
+    with pytest.raises(ConfigurationError, match="training data none of the 1 documents of one"):
+        check_splits([38, 1], ["plays", "one"], "40,60,0", (600, 12, 0))

@@ -123,29 +123,27 @@ def series_from_console(
     1. The first line of a run does not reset the average, so the line of the very next iteration
        averages two; that step reads as twice the average minus the first (good to 2e-6).
     2. A loss that is NaN is left out of its line; it reads as NaN here.
-    3. A line of skipped iterations only shows a loss of 0; the step is left out here.
+    3. A skipped iteration shows a loss of 0, that of the first step again, or none; the step is
+       left out here.
 
     Raises:
         ConfigurationError: No line has the metric, or a step has two values.
     """
     if not any(metric in line.numbers for line in lines):
         known = sorted({name for line in lines for name in line.numbers})
-        found = f"its {len(lines)} iteration lines have {known}" if lines else "no iteration line"
-        raise ConfigurationError(f"{where}: no metric {metric!r}; {found}")
-    points: list[tuple[int, float]] = []
-    previous: IterationLine | None = None
-    for line in lines:
-        value = line.numbers.get(metric, math.nan)
-        if _is_loss(metric) and line.num_skipped and value == 0.0:
-            previous = None
-            continue
-        if previous is not None and _averages_two(metric, previous, line):
-            value = 2 * value - previous.numbers.get(metric, math.nan)
-        points.append((line.iteration, value))
-        previous = line
-    return MetricSeries.from_mapping(
-        metric, _unique(points, f"{where}: metric {metric!r}"), source="console"
-    )
+        have = f"its {len(lines)} iteration lines have {known}" if lines else "no iteration line"
+        raise ConfigurationError(f"{where}: no metric {metric!r}; {have}")
+    read = _loss_of_step if _is_loss(metric) else _number_of_line
+    before = [None, *lines[:-1]]
+    found = [
+        (line.iteration, read(metric, previous, line))
+        for previous, line in zip(before, lines, strict=True)
+    ]
+    points = [(step, value) for step, value in found if value is not None]
+    if not points:
+        raise ConfigurationError(f"{where}: metric {metric!r}: every step was skipped")
+    values = _unique(points, f"{where}: metric {metric!r}")
+    return MetricSeries.from_mapping(metric, values, source="console")
 
 
 def _iteration_lines(lines: Iterable[str]) -> Iterator[IterationLine]:
@@ -180,9 +178,23 @@ def _is_loss(metric: str) -> bool:
     return metric.endswith(" loss")
 
 
-def _averages_two(metric: str, previous: IterationLine, line: IterationLine) -> bool:
-    follows_start = previous.starts_run and line.iteration == previous.iteration + 1
-    return _is_loss(metric) and follows_start and not (previous.num_skipped or line.num_skipped)
+def _number_of_line(metric: str, _: IterationLine | None, line: IterationLine) -> float:
+    return line.numbers.get(metric, math.nan)
+
+
+def _loss_of_step(metric: str, previous: IterationLine | None, line: IterationLine) -> float | None:
+    """Loss of the line's own iteration; None where that iteration was skipped."""
+    value = line.numbers.get(metric)
+    if previous is None or not previous.starts_run or line.iteration != previous.iteration + 1:
+        if line.num_skipped and not value:
+            return None
+        return math.nan if value is None else value
+    # The first line of a run resets neither the sum nor the counts.
+    if line.num_skipped > previous.num_skipped:
+        return None
+    if value is None or previous.num_skipped:
+        return math.nan if value is None else value
+    return 2 * value - previous.numbers.get(metric, math.nan)
 
 
 def _scalars_of(file: Path) -> dict[str, list[tuple[int, float]]]:

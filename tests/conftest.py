@@ -1,0 +1,16 @@
+"""What all tests share."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_prefix() -> str:
+    """The prepared text, which scripts/test.sh fetches and prepares."""
+    prefix = ROOT / ".cache" / "shakespeare_bytes"
+    if not prefix.with_suffix(".idx").exists():
+        pytest.fail(f"{prefix}.idx is missing: run scripts/test.sh, which makes it")
+    return str(prefix)

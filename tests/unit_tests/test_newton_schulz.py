@@ -1,0 +1,117 @@
+"""Newton-Schulz on the logical blocks of a matrix, against the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.bookkeeping.matrix import LogicalBlock, interleaved, whole
+from megatron_muon.orthogonalize.newton_schulz import Orthogonalization, block_rows
+from megatron_muon.testing.oracle import COEFFICIENTS, orthogonalize, relative_error
+
+
+def settings(**changes):
+    return Orthogonalization(
+        **{
+            "num_steps": 5,
+            "coefficient_type": "quintic",
+            "scale_mode": "spectral",
+            "extra_scale_factor": 1.0,
+            "matmul_precision": "highest",
+        }
+        | changes
+    )
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("coefficients", ["quintic", "simple"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (4, 33), (48, 48), (96, 32), (32, 96)])
+def test_block_is_that_of_the_oracle(shape, coefficients):
+    x = draw(*shape)
+    got = settings(coefficient_type=coefficients).block(x)
+    expected = orthogonalize(x.double(), COEFFICIENTS[coefficients]) * math.sqrt(max(shape))
+    assert got.dtype == torch.float32
+    assert relative_error(got, expected) < 5e-6
+
+
+def test_bf16_products_stay_near():
+    x = draw(64, 96)
+    expected = orthogonalize(x.double(), COEFFICIENTS["quintic"]) * math.sqrt(96)
+    error = relative_error(settings(matmul_precision="medium").block(x), expected)
+    assert 1e-4 < error < 2e-2
+
+
+def test_matmul_precision_is_put_back():
+    before = torch.get_float32_matmul_precision()
+    settings(matmul_precision="medium").block(draw(4, 4))
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_singular_values_lie_in_the_band_of_the_coefficients():
+    values = torch.linalg.svdvals(settings(scale_mode="shape_scaling").block(draw(32, 64)))
+    assert values.min() > 0.25
+    assert values.max() < 1.2
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "expected"),
+    [
+        ("spectral", (8, 2), math.sqrt(8)),
+        ("spectral", (2, 8), math.sqrt(8)),
+        ("unit_rms_norm", (8, 2), 2.0),
+        ("shape_scaling", (8, 2), 2.0),
+        ("shape_scaling", (2, 8), 1.0),
+    ],
+)
+def test_scale_comes_from_the_shape(mode, shape, expected):
+    assert settings(scale_mode=mode, extra_scale_factor=0.2).scale(*shape) == pytest.approx(
+        0.2 * expected
+    )
+
+
+def test_zero_stays_zero():
+    assert not settings().block(torch.zeros(5, 3)).any()
+
+
+def test_input_is_not_written():
+    x = draw(8, 4)
+    kept = x.clone()
+    settings().matrix(x, interleaved({"q": 2, "k": 2}, 8, "w"))
+    settings().matrix(x, whole(8))
+    assert torch.equal(x, kept)
+
+
+def test_split_matrix_is_orthogonalized_block_by_block():
+    x = draw(32, 12)
+    blocks = interleaved({"q": 4, "k": 2, "v": 2}, 32, "w")
+    got = settings().matrix(x, blocks)
+    group, place = torch.arange(32) // 8, torch.arange(32) % 8
+    assert group.max() == 3
+    for rows in (place < 4, (place >= 4) & (place < 6), place >= 6):
+        assert torch.equal(got[rows], settings().block(x[rows]))
+    together = settings().matrix(x, whole(32))
+    assert relative_error(together, got) > 0.1
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4), st.integers(1, 5)
+)
+def test_rows_of_a_block_are_a_view(start, run, gap, count, columns):
+    rows = start + count * (run + gap)
+    block = LogicalBlock("b", start, run, run + gap, count)
+    expected = [row for low, high in block.runs() for row in range(low, high)]
+    for x in (
+        torch.arange(rows * columns).view(rows, columns),
+        torch.arange(rows * columns).view(columns, rows).T,  # another order of strides
+        torch.arange(2 * rows * columns).view(2 * rows, columns)[rows:],  # an offset
+    ):
+        view = block_rows(x, block)
+        assert torch.equal(view.reshape(-1, columns), x[expected])
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

@@ -1,0 +1,197 @@
+"""What cannot run is refused before any work, and what can run is let through."""
+
+import argparse
+import sys
+
+import pytest
+
+from megatron_muon.errors import ConfigurationError
+from megatron_muon.integration import arguments, preflight
+from megatron_muon.integration.install import install, uninstall
+
+SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3
+--bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 256""".split()
+
+MUON = ["--optimizer", "muon", "--use-distributed-optimizer"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    uninstall()
+    install(device="cpu")
+    yield
+    uninstall()
+
+
+@pytest.fixture
+def parse(monkeypatch, capsys):
+    """Return a function that parses and validates a command line as Megatron does."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    def of(*flags, world_size=4, rank=0, validate=True, **options):
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", *SMALL, *flags])
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("RANK", str(rank))
+        args = parse_args(**options)
+        if validate:
+            validate_args(args)
+        return args
+
+    return of
+
+
+def test_what_can_run_is_let_through(parse):
+    assert parse(*MUON).muon_tp_mode == "owner"
+    assert parse(*MUON, "--tensor-model-parallel-size", "4").data_parallel_size == 1
+    assert parse("--optimizer", "adam").optimizer == "adam"
+    assert parse("--optimizer", "dist_muon").optimizer == "muon"
+    assert parse(*MUON, "--muon-tp-mode", "blockwise").muon_tp_mode == "blockwise"
+    assert parse(*MUON, "--muon-exclude", "a*", "--muon-exclude", "b").muon_exclude == ["a*", "b"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--tensor-model-parallel-size", "3"],
+         ["4 ranks", "groups of 3", "--tensor-model-parallel-size 3", "multiple of 3"]),
+        (["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2"],
+         ["groups of 8", "--tensor-model-parallel-size 4 x --pipeline-model-parallel-size 2"]),
+        (["--optimizer", "adam", "--muon-report", "r.json"], ["--muon-report", "adam", "drop it"]),
+        (["--optimizer", "adam", "--muon-exclude", "x"], ["--muon-exclude", "adam"]),
+        (["--optimizer", "sgd", "--muon-layout", "owner"], ["--muon-layout", "sgd"]),
+        (["--optimizer", "muon", "--muon-layout", "owner"],
+         ["--muon-layout owner", "--use-distributed-optimizer"]),
+        ([*MUON, "--muon-layout", "owner", "--no-use-layer-wise-param-layout"],
+         ["--muon-layout owner", "--no-use-layer-wise-param-layout"]),
+        ([*MUON, "--muon-report", "no/such/folder/r.json"], ["--muon-report", "no/such/folder"]),
+        ([*MUON, "--muon-momentum", "1.5"], ["--muon-momentum", "1.5", "[0, 1)"]),
+        ([*MUON, "--muon-num-ns-steps", "0"], ["--muon-num-ns-steps", "0"]),
+        ([*MUON, "--muon-coefficient-type", "custom"], ["--muon-coefficient-type", "custom"]),
+        # One of Megatron's own refusals.
+        (["--overlap-param-gather"], ["Megatron refuses the arguments", "--overlap-param-gather"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_the_flag_to_change(parse, flags, parts):
+    with pytest.raises(ConfigurationError) as caught:
+        parse(*flags)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_fp16_is_refused_for_muon(parse, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", [f for f in SMALL if f != "--bf16"])
+    with pytest.raises(ConfigurationError, match="--fp16"):
+        parse(*MUON, "--fp16")
+
+
+def test_a_rank_that_does_not_write_the_report_does_not_look_for_its_folder(parse):
+    parse(*MUON, "--muon-report", "no/such/folder/r.json", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--muon-momentun", "0.9"], ["--muon-momentun", "Did you mean --muon-momentum?"]),
+        (["--muon_momentum=0.9"], ["--muon_momentum=0.9", "--muon-momentum?"]),
+        (["--muon-tp-mode", "sharded"], ["--muon-tp-mode", "sharded", "owner", "blockwise"]),
+        (["--muon-layout", "diagonal"], ["--muon-layout", "diagonal"]),
+        (["--muon-momentum", "high"], ["--muon-momentum", "high"]),
+        (["--muon-report"], ["--muon-report", "expected one argument"]),
+        (["--optimizer", "moun"], ["--optimizer", "moun", "muon"]),
+        (["--nonsense"], ["--nonsense"]),
+    ],
+)
+def test_a_flag_that_does_not_parse_is_one_line(parse, capsys, flags, parts):
+    with pytest.raises(SystemExit) as caught:
+        parse(*MUON, *flags)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("megatron-muon: error: ")
+    assert said.count("\n") == 1
+    for part in parts:
+        assert part in said
+
+
+def test_an_unknown_muon_flag_is_an_error_where_unknown_ones_are_ignored(parse, capsys):
+    parse(*MUON, "--of-another-program", "1", ignore_unknown_args=True)
+    with pytest.raises(SystemExit):
+        parse(*MUON, "--muon-momentun", "0.9", ignore_unknown_args=True)
+    assert "Did you mean --muon-momentum?" in capsys.readouterr().err
+
+
+def test_a_flag_that_the_script_adds_is_known(parse):
+    def adds(parser):
+        parser.add_argument("--muon-of-the-script", type=int)
+        return parser
+
+    assert parse("--muon-of-the-script", "3", extra_args_provider=adds).muon_of_the_script == 3
+
+
+def test_the_command_line_is_kept_as_given(parse):
+    def adds(parser):
+        parser.add_argument("--of-the-script", default="x")
+        return parser
+
+    args = parse(*MUON, extra_args_provider=adds)
+    line = arguments.command_line()
+    assert args.use_distributed_optimizer is False  # Megatron turned it into another setting
+    assert line.values["use_distributed_optimizer"] is True
+    assert line.spellings["tensor_model_parallel_size"] == "--tensor-model-parallel-size"
+    assert "of_the_script" not in line.values
+
+
+def test_an_assertion_without_words_keeps_its_traceback():
+    def validate_args(args, defaults):
+        raise AssertionError
+
+    args = argparse.Namespace(
+        optimizer="adam",
+        world_size=1,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+    )
+    with pytest.raises(AssertionError):
+        preflight.checks_arguments(validate_args)(args)
+
+
+def test_a_missing_data_file_is_named(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    with pytest.raises(ConfigurationError) as caught:
+        IndexedDataset(str(tmp_path / "absent"))
+    assert f"--data-path {tmp_path / 'absent'}" in str(caught.value)
+    assert f"there is no file {tmp_path / 'absent.idx'}" in str(caught.value)
+    (tmp_path / "half.idx").touch()
+    with pytest.raises(ConfigurationError, match=r"there is no file .*half\.bin"):
+        IndexedDataset(str(tmp_path / "half"))
+
+
+def test_another_fault_of_the_data_keeps_its_traceback(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (tmp_path / "odd.idx").write_bytes(b"not an index at all")
+    (tmp_path / "odd.bin").write_bytes(b"tokens")
+    with pytest.raises(AssertionError):
+        IndexedDataset(str(tmp_path / "odd"))
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ("lr=0.001", "--lr 0.001"),
+        ("muon_split_qkv=True", "muon_split_qkv = True (--muon-no-split-qkv)"),
+        ("data_path=['a', 'b']", "--data-path ['a', 'b']"),
+        ("", "nothing"),
+    ],
+)
+def test_a_flag_is_shown_as_it_is_spelt(parse, row, shown):
+    parse(*MUON)
+    assert preflight._as_flag(row, arguments.command_line()) == shown
+
+
+def test_only_values_that_print_the_same_everywhere_are_compared():
+    assert preflight._is_plain([1, ("a", None), 2.5])
+    assert not preflight._is_plain(lambda: None)
+    assert not preflight._is_plain([object()])
