@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.errors import PlanError
@@ -95,49 +95,6 @@ class Plan:
         """One canonical line a matrix, for the fingerprint and for naming a difference."""
         return [planned.row() for planned in self.matrices]
 
-    def loads(self) -> Loads:
-        """Return the work and the elements of every rank of the data x tensor grid.
-
-        The grid is that of the dense matrices; an expert's ranks in its own groups are counted
-        as if they were ranks of the dense ones.
-        """
-        num_tp = max((m.matrix.tp_size for m in self.matrices), default=1)
-        num_owners = max((m.owned.owner + 1 for m in self.matrices), default=1)
-        every_owner = range(max(num_owners, self.num_owners))
-        flops = [[0] * num_tp for _ in every_owner]
-        numel = [[0] * num_tp for _ in every_owner]
-        for planned in self.matrices:
-            owner = planned.owned.owner
-            for rank in every_owner if owner == EVERY_OWNER else (owner,):
-                flops[rank][planned.home] += planned.flops
-                for tp_rank in range(num_tp):
-                    numel[rank][tp_rank] += planned.matrix.local_numel
-        return Loads(tuple(chain(*flops)), tuple(chain(*numel)))
-
-
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """What each rank has to do and to hold, one entry a rank.
-
-    Attributes:
-        flops: Newton-Schulz flops.
-        numel: Elements of master weights.
-    """
-
-    flops: tuple[int, ...] = ()
-    numel: tuple[int, ...] = ()
-
-    def __add__(self, other: Loads) -> Loads:
-        """Put the ranks of two pipeline stages side by side."""
-        return Loads(self.flops + other.flops, self.numel + other.numel)
-
-    def max_over_mean(self) -> dict[str, float]:
-        """Return how unevenly each is spread: 1 is perfect."""
-        return {
-            "flops_max_over_mean": _max_over_mean(self.flops),
-            "numel_max_over_mean": _max_over_mean(self.numel),
-        }
-
 
 def make_plan(
     owned: Iterable[OwnedMatrix],
@@ -190,9 +147,3 @@ def make_plan(
         if buffer_numel is None
         else buffer_numel,
     )
-
-
-def _max_over_mean(loads: Iterable[int]) -> float:
-    values = list(loads)
-    total = sum(values)
-    return max(values) * len(values) / total if total else 1.0

@@ -8,6 +8,13 @@ from typing import cast
 import torch.distributed as dist
 
 
+def gather[T](value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return every rank's value, in rank order; collective."""
+    values: list[T | None] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return cast(list[T], values)
+
+
 def first_difference(
     rows: Sequence[str], digest: str, key: object, group: dist.ProcessGroup
 ) -> tuple[int, int, str, str] | None:
@@ -25,12 +32,12 @@ def first_difference(
         ``(rank, other_rank, row, other_row)`` of the first difference, the same on every rank, or
         ``None``. A row that one side lacks is the empty string.
     """
-    digests = _gather((key, digest), group)
+    digests = gather((key, digest), group)
     first: dict[object, int] = {}
     for rank, (rank_key, rank_digest) in enumerate(digests):
         reference = first.setdefault(rank_key, rank)
         if digests[reference][1] != rank_digest:
-            everything = _gather(list(rows), group)
+            everything = gather(list(rows), group)
             return reference, rank, *_differing_rows(everything[reference], everything[rank])
     return None
 
@@ -43,16 +50,10 @@ def gather_distinct[T](value: T, key: object, group: dist.ProcessGroup) -> list[
         key: Equal where the values are.
         group: All ranks that enter.
     """
-    keys = _gather(key, group)
+    keys = gather(key, group)
     is_first = key not in keys[: group.rank()]
-    values = _gather((value,) if is_first else (), group)
+    values = gather((value,) if is_first else (), group)
     return [item for items in values for item in items]
-
-
-def _gather[T](value: T, group: dist.ProcessGroup) -> list[T]:
-    values: list[T | None] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return cast(list[T], values)
 
 
 def _differing_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:

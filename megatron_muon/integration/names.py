@@ -139,7 +139,7 @@ def _logical_matrix(entry: NamedParameter, facts: ParamFacts, split_qkv: bool) -
         tp_dim=entry.shard.dim,
         tp_size=entry.shard.size,
         tp_stride=entry.shard.stride,
-        expert_tp=".experts." in f".{entry.name}" and "shared_experts" not in entry.name,
+        expert_tp=".experts." in f".{entry.name}",
         expert_parallel=not getattr(entry.param, "allreduce", True),
     )
 

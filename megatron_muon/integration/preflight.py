@@ -28,6 +28,12 @@ RANK_DEPENDENT = ("rank", "local_rank")
 NODE_DEPENDENT_ENDINGS = ("_dir", "_cache_path", "_dump_path")
 """Endings of destinations that name a place to write to, which may differ from node to node."""
 
+_TOO_LATE = (
+    "install() came after Megatron had parsed its command line: the flags and defaults of "
+    "megatron-muon are missing from it. Call megatron_muon.install() in the first lines of the "
+    "script, or start it through `python -m megatron_muon run`."
+)
+
 _PLAIN = (bool, int, float, str, type(None), enum.Enum, torch.dtype)
 
 
@@ -59,7 +65,7 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
         yield from _muon_problems(args)
     else:
         for flag in FLAGS:
-            if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+            if getattr(args, _destination(flag), None):
                 yield f"{flag} has no effect with --optimizer {args.optimizer}: drop it."
 
 
@@ -82,12 +88,19 @@ def _size_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
+    if not _has_our_flags(args):
+        yield _TOO_LATE
     if args.fp16:
         yield (
             "--optimizer muon does not train with --fp16 yet, as megatron-core's does not: use "
             "--bf16."
         )
-    distributed = args.use_distributed_optimizer or args.optimizer == "dist_muon"
+    distributed = (
+        args.use_distributed_optimizer
+        or args.optimizer == "dist_muon"
+        # Megatron moves the flag here when it has validated the arguments once.
+        or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    )
     if args.muon_layout and not distributed:
         yield (
             f"--muon-layout {args.muon_layout} has no effect without --use-distributed-optimizer: "
@@ -180,7 +193,7 @@ def _as_flag(row: str, parsed: CommandLine) -> str:
         return "nothing"
     dest, _, value = row.partition("=")
     spelling = parsed.spellings[dest]
-    if value in ("True", "False") or spelling != f"--{dest.replace('_', '-')}":
+    if value in ("True", "False") or _destination(spelling) != dest:
         return f"{dest} = {value} ({spelling})"
     return f"{spelling} {value}"
 
@@ -191,11 +204,13 @@ def refuse_late_install() -> None:
     Our defaults would be missing, above all that of ``--muon-tp-mode``.
     """
     args = megatron_args()
-    if args is None or hasattr(args, "muon_report"):
-        return
-    if getattr(args, "optimizer", None) in MUON_NAMES:
-        raise ConfigurationError(
-            "install() came after Megatron had parsed its command line: the flags and defaults of "
-            "megatron-muon are missing from it. Call megatron_muon.install() in the first lines of "
-            "the script, or start it through `python -m megatron_muon run`."
-        )
+    if getattr(args, "optimizer", None) in MUON_NAMES and not _has_our_flags(args):
+        raise ConfigurationError(_TOO_LATE)
+
+
+def _has_our_flags(args: argparse.Namespace) -> bool:
+    return all(hasattr(args, _destination(flag)) for flag in FLAGS)
+
+
+def _destination(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
-from megatron_muon.collectives.agreement import gather_distinct
+from megatron_muon.collectives.agreement import gather, gather_distinct
 from megatron_muon.integration.capabilities import capabilities
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.muon import OwnedMuon
+from megatron_muon.optimizer.muon import OwnedMuon, own_load
 from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
 
 
@@ -40,17 +40,20 @@ def announce(
     # A tied embedding is on two pipeline stages.
     rows = list({row["name"]: row for part, _ in parts for row in part}.values())
     plans = [part for _, part in parts]
+    summary = plan_summary(plans, gather(own_load(muons), world))
     if world.rank() == 0:
-        print("\n".join(_lines(rows, plans, settings)), flush=True)
+        print("\n".join(_lines(rows, plans, summary, settings)), flush=True)
     if settings.report is not None:
-        report = Report.open(settings, rows, plans, writes=world.rank() == 0)
+        report = Report.open(settings, rows, summary, writes=world.rank() == 0)
         record_steps(optimizer, muons, report)
 
 
 def _lines(
-    rows: Sequence[dict[str, Any]], plans: Sequence[Plan], settings: MuonSettings
+    rows: Sequence[dict[str, Any]],
+    plans: Sequence[Plan],
+    summary: dict[str, Any],
+    settings: MuonSettings,
 ) -> Iterator[str]:
-    summary = plan_summary(plans)
     yield "megatron-muon: Muon is on"
     values = settings.to_dict()
     yield "  settings: " + ", ".join(f"{name}={value}" for name, value in values.items())
@@ -58,9 +61,10 @@ def _lines(
         members = [row for row in rows if row["optimizer"] == optimizer]
         numel = sum(math.prod(row["logical_shape"]) for row in members)
         yield f"  {label}: {len(members)} parameters, {numel} elements"
+    num_matrices = sum(row["optimizer"] == "muon" for row in rows)
     yield (
-        f"  plan {summary['fingerprint']}: {sum(len(plan.matrices) for plan in plans)} matrices "
-        f"over {max(plan.num_owners for plan in plans)} owners, Newton-Schulz work max/mean "
+        f"  plan {summary['fingerprint']}: {num_matrices} matrices over "
+        f"{max(plan.num_owners for plan in plans)} owners, Newton-Schulz work max/mean "
         f"{summary['flops_max_over_mean']:.3f}, elements max/mean "
         f"{summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
     )

@@ -118,7 +118,8 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
                           for o, fn in zip(optimizers, init_fns, strict=True)]  # fmt: skip
         super().__init__(optimizers, config, pg_collection, init_state_fn_list, chunks)
         # DDP's hooks gather the parameters, so DDP's config decides and not the optimizer's.
-        self.overlap_param_gather = any(c.ddp_config.overlap_param_gather for c in chunks)
+        ddp_configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+        self.overlap_param_gather = any(config.overlap_param_gather for config in ddp_configs)
         if self.overlap_param_gather and not self.use_buffer_param_sync:
             if self._broadcasts:
                 raise UnsupportedError(

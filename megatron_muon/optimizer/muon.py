@@ -99,7 +99,7 @@ class OwnedMuon(torch.optim.Optimizer):
             matmul_precision=settings.matmul_precision,
         )
         self.account = StepAccount()
-        self._groups = {False: tp_group, True: expert_tp_group}
+        self.groups = {False: tp_group, True: expert_tp_group}
         self._bound: Mapping[torch.Tensor, PlannedMatrix] | None = None
 
     def bind(self, plan: Mapping[torch.nn.Parameter, PlannedMatrix]) -> None:
@@ -112,10 +112,9 @@ class OwnedMuon(torch.optim.Optimizer):
             PlanError: A parameter is in no plan, or has another shape there.
             ConfigurationError: The tensor-parallel mode cannot step a matrix.
         """
+        for planned in plan.values():  # on every rank, or those that own none would wait
+            self._check(planned.matrix)
         self._bound = {getattr(p, "main_param", p): planned for p, planned in plan.items()}
-        if self.settings.tp_mode in ("distributed", "blockwise"):
-            for planned in plan.values():  # on every rank, or those that own none would wait
-                local_blocks(planned.matrix)
         for group in self.param_groups:
             for param in group["params"]:
                 planned = self._planned(param)
@@ -147,14 +146,14 @@ class OwnedMuon(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigurationError("OwnedMuon.step(closure=...) is not supported.")
         self.account = StepAccount()
-        work = self._work()
+        work = self.work()
         for is_expert in (False, True):
-            exchange = ShardExchange(self._groups[is_expert], self.account.traffic)
+            exchange = ShardExchange(self.groups[is_expert], self.account.traffic)
             mine = [item for item in work if item.planned.matrix.expert_tp == is_expert]
             for group in _micro_groups(mine):
                 self._step_group(group, exchange)
 
-    def _step_group(self, items: Sequence[_Work], exchange: ShardExchange) -> None:
+    def _step_group(self, items: Sequence[Work], exchange: ShardExchange) -> None:
         with self.account.phase("momentum"):
             inputs = [
                 advance_momentum(
@@ -201,6 +200,19 @@ class OwnedMuon(torch.optim.Optimizer):
         self._count(local_blocks(matrix), x.shape[1])
         return update
 
+    def _check(self, matrix: LogicalMatrix) -> None:
+        """Check that the tensor-parallel group and mode fit a matrix."""
+        group = self.groups[matrix.expert_tp]
+        size = 1 if group is None else group.size()
+        if matrix.tp_dim is not None and matrix.tp_size != size:
+            raise PlanError(
+                f"{matrix.name} is cut over {matrix.tp_size} ranks, the "
+                f"{'expert ' if matrix.expert_tp else ''}tensor-parallel group of the optimizer "
+                f"has {size}. Give the optimizer the process groups of the model."
+            )
+        if self.settings.tp_mode in ("distributed", "blockwise"):
+            local_blocks(matrix)
+
     def _count(self, blocks: Sequence[LogicalBlock], num_columns: int) -> None:
         counted = LogicalMatrix("", (sum(b.num_rows for b in blocks), num_columns), tuple(blocks))
         self.account.newton_schulz_calls += len(blocks)
@@ -214,10 +226,10 @@ class OwnedMuon(torch.optim.Optimizer):
             )
         return self._bound[param]
 
-    def _work(self) -> list[_Work]:
+    def work(self) -> list[Work]:
         """Return this rank's parameters in the plan's order, the same on all tensor ranks."""
         work = [
-            _Work(self._planned(param), param, group)
+            Work(self._planned(param), param, group)
             for group in self.param_groups
             for param in group["params"]
         ]
@@ -225,20 +237,39 @@ class OwnedMuon(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """One matrix to step: its plan, its master and its parameter group."""
+class Work:
+    """One matrix to step.
+
+    Attributes:
+        planned: Its plan.
+        param: Its master.
+        group: Its parameter group.
+    """
 
     planned: PlannedMatrix
     param: torch.Tensor
     group: dict[str, Any]
 
     def grad(self) -> torch.Tensor:
+        """Return the gradient, zero if there is none."""
         return torch.zeros_like(self.param) if self.param.grad is None else self.param.grad
 
 
-def _micro_groups(work: Sequence[_Work]) -> Iterator[list[_Work]]:
+def own_load(muons: Iterable[OwnedMuon]) -> tuple[int, int]:
+    """Return the Newton-Schulz flops and the elements that the plan gives to this rank."""
+    flops = numel = 0
+    for muon in muons:
+        for item in muon.work():
+            group = muon.groups[item.planned.matrix.expert_tp]
+            is_home = item.planned.home == (0 if group is None else group.rank())
+            flops += item.planned.flops if is_home else 0
+            numel += item.param.numel()
+    return flops, numel
+
+
+def _micro_groups(work: Sequence[Work]) -> Iterator[list[Work]]:
     """Cut the work into runs of at most :data:`MICRO_GROUP_NBYTES`, at least one matrix each."""
-    run: list[_Work] = []
+    run: list[Work] = []
     nbytes = 0
     for item in work:
         size = item.planned.matrix.local_numel * item.param.element_size()

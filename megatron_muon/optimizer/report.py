@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bookkeeping.plan import EVERY_OWNER, Loads, Plan
+from megatron_muon.bookkeeping.plan import EVERY_OWNER, Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.config import MuonSettings
@@ -54,20 +54,28 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def plan_summary(plans: Sequence[Plan]) -> dict[str, Any]:
+def plan_summary(plans: Sequence[Plan], loads: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return fingerprint, balance and padding of the whole job.
 
     Args:
         plans: The different plans of the job, one for each pipeline stage.
+        loads: Newton-Schulz flops and elements of every rank.
     """
+    flops, numel = zip(*loads, strict=True)
     fingerprints = [plan.fingerprint for plan in plans]
     joined = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()[:16]
     param_numel = sum(plan.param_numel for plan in plans)
     return {
         "fingerprint": fingerprints[0] if len(plans) == 1 else joined,
-        **sum((plan.loads() for plan in plans), Loads()).max_over_mean(),
+        "flops_max_over_mean": _max_over_mean(flops),
+        "numel_max_over_mean": _max_over_mean(numel),
         "padding_ratio": sum(plan.buffer_numel for plan in plans) / param_numel,
     }
+
+
+def _max_over_mean(values: Sequence[int]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
 
 
 @dataclass(slots=True)
@@ -92,7 +100,7 @@ class Report:
         cls,
         settings: MuonSettings,
         routing: Sequence[dict[str, Any]],
-        plans: Sequence[Plan],
+        plan: dict[str, Any],
         writes: bool,
     ) -> Report:
         """Make the report and write its head.
@@ -100,7 +108,7 @@ class Report:
         Args:
             settings: The resolved settings.
             routing: One row a parameter of the whole model.
-            plans: The different plans of the job.
+            plan: Fingerprint, balance and padding.
             writes: Whether this rank writes the file.
 
         Raises:
@@ -112,7 +120,7 @@ class Report:
             {
                 "resolved": settings.to_dict(),
                 "routing": list(routing),
-                "plan": plan_summary(plans),
+                "plan": plan,
             },
             writes,
         )

@@ -77,7 +77,10 @@ def _run(data_prefix: str, num_steps: int | None, work_dir: Path, log_every: int
     case = read_case(golden_folder() / CASE)
     num_ranks = num_ranks_of(case)
     flags = case_flags(case, data_prefix, work_dir)
-    flags[flags.index("--train-iters") + 1] = str(num_steps)
+    # A shorter run follows the same schedule, so that it follows the golden curve.
+    position = flags.index("--train-iters") + 1
+    flags += ["--lr-decay-iters", flags[position]]
+    flags[position] = str(num_steps)
     flags += ["--muon-report", str(work_dir / "muon_report.json")]
     logs = work_dir / "logs"
     print(f"megatron-muon: {num_ranks} ranks, TP2 x DP2, {num_steps} steps, logs in {logs}",

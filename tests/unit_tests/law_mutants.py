@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from tests.unit_tests.law_model import GROUP_ROWS, GROUPS, HIDDEN
+from tests.unit_tests.law_model import GROUP_ROWS, GROUPS, HEAD
 
 
 @contextlib.contextmanager
@@ -53,7 +53,8 @@ def _without_decay(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 def _scale_of_whole(block: Callable[..., Any]) -> Callable[..., Any]:
     def scaled(orthogonalization: Any, x: torch.Tensor) -> torch.Tensor:
-        factor = math.sqrt(GROUPS * GROUP_ROWS / max(x.shape)) if x.shape[0] < HIDDEN else 1.0
+        is_part = x.shape[0] in (GROUPS * HEAD, GROUPS * (GROUP_ROWS - 2 * HEAD))
+        factor = math.sqrt(GROUPS * GROUP_ROWS / max(x.shape)) if is_part else 1.0
         return block(orthogonalization, x) * factor
 
     return scaled

@@ -107,7 +107,7 @@ def test_seams_shows_every_name_why_and_how_it_is_checked(capsys):
     ):
         assert part in shown
     assert cli.main(["seams", "--device", "cpu", "--no-optimizer"]) == 0
-    assert "_ddp_wrap" not in capsys.readouterr().out
+    assert "# optimizer:" not in capsys.readouterr().out
 
 
 def test_golden_is_a_command(tmp_path, capsys):

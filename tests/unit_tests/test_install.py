@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 import types
+from typing import get_args
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import megatron_muon
 from megatron_muon.errors import ConfigurationError, HostError
 from megatron_muon.integration import hosts, seams
 from megatron_muon.integration.cpu import table as cpu_table
-from megatron_muon.integration.install import install, installation, uninstall
+from megatron_muon.integration.install import Layout, install, installation, uninstall
 from megatron_muon.integration.patching import Patch
+from megatron_muon.optimizer.config import FLAGS, LAYOUTS
 
 ABSENT = object()
 
@@ -83,6 +85,10 @@ def test_a_layout_may_be_named_later_and_stays():
     install(layout="owner")
     install()
     assert installation().layout == "owner"
+
+
+def test_install_and_the_flags_know_the_same_layouts():
+    assert get_args(Layout) == LAYOUTS
 
 
 def test_a_second_install_that_asks_for_something_else_is_refused():
@@ -279,9 +285,14 @@ def test_install_after_the_command_line_was_parsed_is_refused(monkeypatch, optim
     assert installation() is None
 
 
+def parsed_with_our_flags():
+    ours = {flag.removeprefix("--").replace("-", "_"): None for flag in FLAGS}
+    return argparse.Namespace(optimizer="muon", **ours)
+
+
 @pytest.mark.parametrize(
     "parsed",
-    [argparse.Namespace(optimizer="adam"), argparse.Namespace(optimizer="muon", muon_report=None)],
+    [argparse.Namespace(optimizer="adam"), parsed_with_our_flags()],
     ids=["another optimizer", "parsed with our flags"],
 )
 def test_install_after_the_command_line_is_fine_where_nothing_is_lost(monkeypatch, parsed):

@@ -141,6 +141,12 @@ def test_the_command_line_is_kept_as_given(parse):
     assert "of_the_script" not in line.values
 
 
+def test_arguments_that_were_parsed_without_our_flags_are_refused(parse):
+    args = parse(*MUON, validate=False)
+    del args.muon_layout
+    assert "after Megatron had parsed its command line" in next(preflight.problems(args))
+
+
 def test_an_assertion_without_words_keeps_its_traceback():
     def validate_args(args, defaults):
         raise AssertionError
