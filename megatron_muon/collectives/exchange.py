@@ -28,6 +28,11 @@ class Traffic:
         self.nbytes += (received.numel() - own_numel) * received.element_size()
         self.peak_scratch_nbytes = max(self.peak_scratch_nbytes, scratch_nbytes)
 
+    def count_reductions(self, calls: int, nbytes: int) -> None:
+        """Count all-reduces by what they sum up."""
+        self.calls += calls
+        self.nbytes += nbytes
+
     def add(self, other: Traffic) -> None:
         """Add another count of the same step."""
         self.calls += other.calls

@@ -40,13 +40,17 @@ def tag_params_for_buffer_routing(model_chunks: Sequence[torch.nn.Module]) -> No
         exclude=tuple(getattr(args, "muon_exclude", None) or ()),
         include=tuple(getattr(args, "muon_include", None) or ()),
     )
-    route_chunks(model_chunks, rules, getattr(args, "muon_split_qkv", True))
+    routes = route_chunks(model_chunks, rules, getattr(args, "muon_split_qkv", True))
+    for param, route in routes.items():
+        param.is_managed_by_layer_wise_optimizer = (  # type: ignore[attr-defined]
+            route.optimizer == "muon"
+        )
 
 
 def route_chunks(
     model_chunks: Sequence[torch.nn.Module], rules: RoutingRules, split_qkv: bool
 ) -> dict[torch.nn.Parameter, Route]:
-    """Route the trainable parameters of model chunks and mark them for DDP's buffers."""
+    """Route the trainable parameters of model chunks and leave each its route."""
     routes: dict[torch.nn.Parameter, Route] = {}
     for chunk in model_chunks:
         for entry in named_parameters(chunk):
@@ -55,9 +59,6 @@ def route_chunks(
             route = route_parameter(entry, rules, split_qkv)
             routes[entry.param] = route
             setattr(entry.param, ROUTE, route)
-            entry.param.is_managed_by_layer_wise_optimizer = (  # type: ignore[attr-defined]
-                route.optimizer == "muon"
-            )
     return routes
 
 

@@ -98,7 +98,7 @@ def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
     chunk = _unwrapped(chunk)
     chunk_config = getattr(chunk, "config", None)
     seen: set[torch.nn.Parameter] = set()
-    for path, module, expert_offset in _walk(chunk, "", 0):
+    for path, module, expert_offset, tp_group in _walk(chunk, "", 0, None):
         for label, param in module.named_parameters(recurse=False):
             if param in seen:
                 continue
@@ -107,7 +107,8 @@ def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
             if getattr(param, "shared_embedding", False):
                 name = SHARED_EMBEDDING_NAME
             config = getattr(module, "config", None) or chunk_config
-            yield NamedParameter(name, param, _shard_of(name, module, param, config), config)
+            shard = _shard_of(name, module, param, config, tp_group)
+            yield NamedParameter(name, param, shard, config)
 
 
 def route_parameter(entry: NamedParameter, rules: RoutingRules, split_qkv: bool) -> Route:
@@ -167,19 +168,24 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _walk(
-    module: torch.nn.Module, path: str, expert_offset: int
-) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Yield ``(path with a trailing dot, module, index of the first local expert)`` in order."""
+    module: torch.nn.Module, path: str, expert_offset: int, tp_group: Any
+) -> Iterator[tuple[str, torch.nn.Module, int, Any]]:
+    """Yield path with a trailing dot, module, index of the first local expert, and TP group.
+
+    A plain module inside a parallel one (the convolution of a linear attention) is cut by the
+    group of the module around it.
+    """
+    tp_group = _own_tp_group(module) or tp_group
     num_local_experts: Any = getattr(module, "num_local_experts", None)
     ep_group: Any = getattr(module, "ep_group", None)
     if num_local_experts is not None and ep_group is not None:
         expert_offset = ep_group.rank() * num_local_experts
-    yield path, module, expert_offset
+    yield path, module, expert_offset, tp_group
     for label, child in module.named_children():
         layer_number: Any = getattr(child, "layer_number", None)
         if label.isdigit() and layer_number is not None:
             label = str(layer_number - 1)
-        yield from _walk(child, f"{path}{label}.", expert_offset)
+        yield from _walk(child, f"{path}{label}.", expert_offset, tp_group)
 
 
 def _global_expert_name(name: str, expert_offset: int) -> str:
@@ -193,8 +199,17 @@ def _global_expert_name(name: str, expert_offset: int) -> str:
     return name
 
 
+def _own_tp_group(module: torch.nn.Module) -> Any:
+    """Return the tensor-parallel group a module names, ``None`` if it names none.
+
+    Transformer Engine's modules keep the real group in ``_tp_group``; their ``tp_group`` is None
+    where Megatron does the communication.
+    """
+    return getattr(module, "_tp_group", None) or getattr(module, "tp_group", None)
+
+
 def _shard_of(
-    name: str, module: torch.nn.Module, param: torch.nn.Parameter, config: Any
+    name: str, module: torch.nn.Module, param: torch.nn.Parameter, config: Any, nearest_group: Any
 ) -> ParamShard:
     """Return how this rank's piece of ``param`` lies in the whole weight."""
     if getattr(param, "is_gtp_weight_remat", False):
@@ -202,15 +217,14 @@ def _shard_of(
             f"{name} is sharded by --tensor-parallel-num-weight-shards, which megatron-muon does "
             "not support: leave that flag at its default."
         )
-    # Transformer Engine's modules keep the real group in `_tp_group`; their `tp_group` is None
-    # where Megatron does the communication.
-    group: Any = getattr(module, "_tp_group", None) or getattr(module, "tp_group", None)
+    group = _own_tp_group(module)
     if not getattr(param, "tensor_model_parallel", False):
         return ParamShard() if group is None else ParamShard(None, group.rank(), group.size())
+    group = group or nearest_group
     if group is None:
         raise UnsupportedError(
-            f"{name} is cut by tensor parallelism, and the {type(module).__name__} that holds it "
-            "names no tensor-parallel group."
+            f"{name} is cut by tensor parallelism, and neither the {type(module).__name__} that "
+            "holds it nor a module around it names the group as tp_group: set that attribute."
         )
     # Not every module sets the stride (grouped experts do not), but a gated fc1 is always
     # [gate_r; up_r] on each rank, since the activation halves the local output.

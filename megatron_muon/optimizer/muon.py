@@ -197,6 +197,12 @@ class OwnedMuon(torch.optim.Optimizer):
                 )
                 orthogonal = orthogonal * settings.scale(block.num_rows, matrix.shape[1])
                 block_rows(update, local).copy_(orthogonal.view(rows.shape))
+                gram = matrix.shape[1] if matrix.tp_dim == 0 else block.num_rows
+                nbytes = gram * gram * (2 if settings.matmul_precision == "medium" else 4)
+                # The norm, then one Gram matrix a step.
+                self.account.traffic.count_reductions(
+                    1 + settings.num_steps, 4 + settings.num_steps * nbytes
+                )
         self._count(local_blocks(matrix), x.shape[1])
         return update
 
@@ -256,13 +262,17 @@ class Work:
 
 
 def own_load(muons: Iterable[OwnedMuon]) -> tuple[int, int]:
-    """Return the Newton-Schulz flops and the elements that the plan gives to this rank."""
+    """Return the Newton-Schulz flops and the elements that the plan gives to this rank.
+
+    A matrix costs its home alone in owner mode; in the other modes every tensor-parallel rank
+    works on it, counted as the whole.
+    """
     flops = numel = 0
     for muon in muons:
         for item in muon.work():
             group = muon.groups[item.planned.matrix.expert_tp]
             is_home = item.planned.home == (0 if group is None else group.rank())
-            flops += item.planned.flops if is_home else 0
+            flops += item.planned.flops if is_home or muon.settings.tp_mode != "owner" else 0
             numel += item.param.numel()
     return flops, numel
 

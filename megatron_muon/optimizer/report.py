@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.muon import OwnedMuon, StepAccount
+
+logger = logging.getLogger(__name__)
 
 GROWTH_BETWEEN_WRITES = 0.02
 """The file is written again when the steps have grown by this share: each of the first steps at
@@ -94,6 +97,7 @@ class Report:
     writes: bool
     steps: list[dict[str, Any]] = field(default_factory=list)
     _num_written: int = 0
+    _num_complete: int = 0
 
     @classmethod
     def open(
@@ -131,7 +135,7 @@ class Report:
                 f"--muon-report {settings.report}: cannot be written ({error}). Give a file in a "
                 "folder that exists."
             ) from None
-        atexit.register(report.write)
+        atexit.register(report._write_or_stop)
         return report
 
     def add_step(self, account: StepAccount, skipped: bool) -> None:
@@ -163,7 +167,21 @@ class Report:
             }
         )
         if len(self.steps) >= self._num_written * (1 + GROWTH_BETWEEN_WRITES):
+            self._write_or_stop()
+
+    def _write_or_stop(self) -> None:
+        """Write the file; if that fails, say so once and train on without it."""
+        try:
             self.write()
+        except OSError as error:
+            self.writes = False
+            logger.warning(
+                "--muon-report %s: cannot be written any more (%s). It holds the first %d steps; "
+                "training goes on.",
+                self.path,
+                error,
+                self._num_complete,
+            )
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
@@ -173,6 +191,7 @@ class Report:
         partial = self.path.with_name(self.path.name + ".partial")
         partial.write_text(json.dumps({**self.head, "steps": self.steps}, indent=1) + "\n")
         partial.replace(self.path)
+        self._num_complete = len(self.steps)
 
 
 def record_steps(optimizer: Any, muons: Sequence[OwnedMuon], report: Report) -> None:

@@ -25,6 +25,7 @@ from tests.unit_tests.law_job import (
 )
 from tests.unit_tests.law_model import Case
 
+TAG = "is_managed_by_layer_wise_optimizer"
 TP2 = Case(tp=2)
 DP2 = Case()
 
@@ -217,6 +218,14 @@ def other_rules_on_the_same_model() -> str:
     return "built twice"
 
 
+def no_tags_without_a_layout() -> str:
+    """Megatron's path without a layout takes a tagged scalar bucket for another optimizer's."""
+    chunks = wrap(replace(DP2, wrap="legacy"), build_model(DP2))
+    build(replace(DP2, wrap="legacy"), chunks)
+    tagged = [name for name, p in parameters(chunks) if hasattr(p, TAG)]
+    return str(tagged)
+
+
 def fp16() -> None:
     build(DP2, bf16=False, fp16=True)
 
@@ -299,7 +308,8 @@ SCENARIOS: dict[str, tuple[int, Callable[[], Any]]] = {
             bytes_layout, untagged_layout, by_hand, another_shard_count, another_buffer,
             changed_after_wrapping, reduced_by_shards, uneven_gathers, two_models_of_one_name,
             unequal_routes, unequal_owners, unequal_settings, no_matrix, exclude_nothing,
-            include_vector, exclude_too_late, exclude_by_flag, other_rules_on_the_same_model,
+            include_vector, no_tags_without_a_layout, exclude_too_late, exclude_by_flag,
+            other_rules_on_the_same_model,
             fp16, cpu_offload, deprecated_name, overrides_of_the_caller, overlap_of_ddp_decides,
             momentum_is_made_at_once,
         )

@@ -45,6 +45,7 @@ RESULTS = {
          for name in ("mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")]
         + ["output_layer.weight"]
     ),
+    "no tags without a layout": "[]",
     "plain config": "owner 0.5 ()",
     "deprecated name": "owner LayerWiseMuonOptimizer",
     "overrides of the caller": "True",

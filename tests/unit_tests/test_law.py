@@ -239,6 +239,14 @@ def test_no_rank_but_the_home_receives_a_whole_matrix():
     assert sum(o.exchanged_nbytes for o in outcomes("fp32 TP1 DP4")) == 0
 
 
+def test_distributed_counts_its_reductions():
+    """Six all-reduces for each of a rank's twelve blocks, by two owners of each of two ranks."""
+    ranks = outcomes("distributed")
+    steps, every_block = CASES["distributed"][1].steps, sum(map(len, blocks(Case()).values()))
+    assert sum(o.collectives for o in ranks) == 2 * steps * every_block * 6
+    assert all(o.exchanged_nbytes > 0 for o in ranks)
+
+
 def test_an_owner_may_have_nothing():
     owners = outcomes("one matrix, two owners")
     assert sorted(o.newton_schulz_calls for o in owners) == [0, 3]

@@ -136,3 +136,18 @@ def _count_rows(write, sizes):
         write(report)
 
     return counting
+
+
+def test_a_report_that_cannot_be_written_any_more_does_not_end_training(tmp_path, caplog):
+    folder = tmp_path / "reports"
+    folder.mkdir()
+    report = Report(folder / "report.json", {}, writes=True)
+    report.write()
+    (folder / "report.json").unlink()
+    folder.rmdir()
+    report._write_or_stop()
+    report._write_or_stop()
+    assert [r.message for r in caplog.records if "cannot be written any more" in r.message] == [
+        caplog.records[0].message
+    ]
+    assert not report.writes
