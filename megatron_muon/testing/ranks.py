@@ -159,14 +159,23 @@ def _rank_main(
                 world_size=num_ranks,
                 timeout=timedelta(seconds=timeout_s),
             )
-        result = function(*arguments)
+        result = _call(function, arguments)
         (shared / f"result{rank}").write_bytes(pickle.dumps(result))
         if process_group and dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code not in (0, None):
-            (shared / f"error{rank}").write_text(traceback.format_exc())
+    except BaseException:
+        (shared / f"error{rank}").write_text(traceback.format_exc())
         raise
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call the function; a program that exits with success, as Megatron's may, returns nothing."""
+    try:
+        return function(*arguments)
+    except SystemExit as exit_:
+        if exit_.code not in (0, None):
+            raise
+        return None
 
 
 def _redirect(path: Path) -> None:

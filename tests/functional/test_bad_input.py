@@ -1,6 +1,7 @@
 """Bad input: one clear message a job, a non-zero exit, no hang and no traceback of ours."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -146,7 +147,7 @@ def test_two_ranks_with_different_flags_under_torchrun(tmp_path):
     wrapper = tmp_path / "start_rank.sh"
     wrapper.write_text(
         f'#!/bin/bash\nextra=""\n[ "$RANK" = 1 ] && extra="--lr 1e-3"\n'
-        f'exec {sys.executable} -m megatron_muon "$@" $extra\n'
+        f'exec {shlex.quote(sys.executable)} -m megatron_muon "$@" $extra\n'
     )
     wrapper.chmod(0o755)
     command = run_on(1, STOCK_STYLE, *MODEL, *MUON, *DATA)[0]

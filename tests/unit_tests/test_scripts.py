@@ -98,7 +98,7 @@ class Checkout:
     def run(self, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """The same, to its end."""
         process = self.start(command, **environment)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def calls(self) -> list[str]:
@@ -250,7 +250,7 @@ def test_an_interrupted_installation_leaves_nothing_at_work(checkout: Checkout, 
     number = signal.Signals[f"SIG{name}"]
     process.send_signal(number)
     # Both pipes end only when all that held them has ended.
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert time.monotonic() - began < 5
     assert process.returncode == -number
     assert "interrupted" in err
@@ -263,7 +263,7 @@ def test_an_interrupted_installation_goes_on(checkout: Checkout) -> None:
     process = checkout.start("ensure_environment")
     wait_for((checkout.log / "pip-began").exists)
     process.terminate()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     (checkout.log / "pip-hangs").unlink()
     checkout.calls()
     # pip writes RECORD last: the first of these was cut off, the second was not.
@@ -284,7 +284,7 @@ def test_a_half_made_environment_is_made_anew(checkout: Checkout) -> None:
     process = checkout.start("ensure_environment")
     wait_for((checkout.log / "venv-began").exists)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     (checkout.log / "venv-hangs").unlink()
     checkout.calls()
     assert (checkout.root / ".venv" / "bin" / "half").exists()
@@ -315,7 +315,7 @@ def test_two_runs_at_once_install_once(checkout: Checkout) -> None:
     assert "waiting" in second.stderr.readline()
     (checkout.log / "pip-hangs").unlink()
     for process in (first, second):
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
         assert process.returncode == 0
     assert kinds(checkout.calls()) == SETUP_CALLS
 
