@@ -27,6 +27,6 @@ ensure_environment
 ensure_text
 cd -- "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Tests interrupt processes that they start, which needs SIGINT not to be ignored, as it is for what a
-# shell runs in the background.
-exec env --default-signal=INT "$VENV_PYTHON" -m pytest -m "$selection" "${arguments[@]}"
+# Tests interrupt and hang up processes that they start, so neither signal may be ignored: SIGINT is
+# for what a shell runs in the background, SIGHUP for what nohup starts.
+exec env --default-signal=HUP,INT "$VENV_PYTHON" -m pytest -m "$selection" "${arguments[@]}"
