@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,15 +17,14 @@ def gather[T](value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def first_difference(
-    rows: Sequence[str], digest: str, key: object, group: dist.ProcessGroup
+    rows: Sequence[str], key: object, group: dist.ProcessGroup
 ) -> tuple[int, int, str, str] | None:
     """Compare rows among the ranks of ``group`` that have the same ``key``; collective.
 
-    The digests are compared first; the rows travel only if some differ.
+    Their hashes are compared first; the rows travel only if some differ.
 
     Args:
         rows: What this rank believes, in canonical order.
-        digest: Hash of the rows.
         key: Ranks are compared with those of equal key only, a pipeline stage for example.
         group: All ranks that enter.
 
@@ -32,6 +32,7 @@ def first_difference(
         ``(rank, other_rank, row, other_row)`` of the first difference, the same on every rank, or
         ``None``. A row that one side lacks is the empty string.
     """
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     digests = gather((key, digest), group)
     first: dict[object, int] = {}
     for rank, (rank_key, rank_digest) in enumerate(digests):

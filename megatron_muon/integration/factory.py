@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.bookkeeping.plan import EVERY_OWNER, OwnedMatrix, Plan, make_plan
 from megatron_muon.bookkeeping.routing import Route, RoutingRules, check_rules_match
-from megatron_muon.collectives.agreement import first_difference
+from megatron_muon.collectives.agreement import first_difference, gather
 from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
@@ -142,10 +141,11 @@ def _routes(model_chunks: Sequence[Any], settings: MuonSettings) -> Routes:
 
 def _check_routes(routes: Routes, settings: MuonSettings) -> None:
     """Check over all pipeline stages that every rule matches and that there is a matrix."""
-    gathered: list[tuple[list[str], int]] = [([], 0)] * dist.get_world_size(dist.group.WORLD)
+    world = dist.group.WORLD
+    assert world is not None
     names = [route.facts.name for route in routes.values()]
     num_matrices = sum(route.matrix is not None for route in routes.values())
-    dist.all_gather_object(gathered, (names, num_matrices), group=dist.group.WORLD)
+    gathered = gather((names, num_matrices), world)
     every_name = [name for names, _ in gathered for name in names]
     check_rules_match(every_name, RoutingRules(exclude=settings.exclude, include=settings.include))
     if not any(count for _, count in gathered):
@@ -194,8 +194,7 @@ def _compare_plans(plan: Plan, settings: MuonSettings, groups: Any) -> None:
         ([*head, f"num_owners = {plan.num_owners}", *dense], stage),
         (experts, (stage, _rank_in(groups, "ep"))),
     ):
-        digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-        difference = first_difference(rows, digest, key, world)
+        difference = first_difference(rows, key, world)
         if difference is not None:
             rank, other_rank, row, other_row = difference
             raise PlanError(

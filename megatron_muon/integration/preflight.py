@@ -7,7 +7,6 @@ import enum
 import functools
 import os
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -16,11 +15,9 @@ import torch.distributed as dist
 from megatron_muon.collectives.agreement import first_difference
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.arguments import CommandLine, command_line
-from megatron_muon.integration.ddp import megatron_args
+from megatron_muon.integration.ddp import MUON_NAMES, megatron_args
 from megatron_muon.integration.install import installation
 from megatron_muon.optimizer.config import FLAGS, resolve
-
-MUON_NAMES = ("muon", "dist_muon")
 
 RANK_DEPENDENT = ("rank", "local_rank")
 """Destinations of flags that differ from rank to rank by their meaning."""
@@ -170,8 +167,7 @@ def _compare_ranks(parsed: CommandLine) -> None:
         and not dest.endswith(NODE_DEPENDENT_ENDINGS)
         and _is_plain(value)
     ]
-    digest = sha256("\n".join(rows).encode()).hexdigest()
-    difference = first_difference(rows, digest, "flags", world)
+    difference = first_difference(rows, "flags", world)
     if difference is not None:
         rank, other, row, other_row = difference
         raise ConfigurationError(
