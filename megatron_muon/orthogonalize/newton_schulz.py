@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
-from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.bookkeeping.matrix import LogicalBlock
+from megatron_muon.orthogonalize.arithmetic import choose_arithmetic
+from megatron_muon.orthogonalize.blocks import BATCH_NBYTES, orthogonalize_blocks
+from megatron_muon.orthogonalize.coefficients import Coefficients, coefficients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,10 @@ class Orthogonalization:
         scale_mode: Rule for the update's size from the block's whole shape.
         extra_scale_factor: Factor on top of it.
         matmul_precision: ``medium`` multiplies in bf16, ``high`` and ``highest`` in fp32.
+        batch_nbytes: Bytes of the largest batch of blocks that are multiplied together.
+        use_syrk: Whether bf16 products ``x x^T`` on CUDA go through emerging-optimizers' Triton
+            SYRK where it applies. It picks its tiles by timing them, in each process for itself,
+            so that ranks which must find the same bits may not.
     """
 
     num_steps: int
@@ -35,6 +41,8 @@ class Orthogonalization:
     scale_mode: str
     extra_scale_factor: float
     matmul_precision: str
+    batch_nbytes: int = BATCH_NBYTES
+    use_syrk: bool = False
 
     def scale(self, rows: int, columns: int) -> float:
         """Factor of the update of a block of shape ``(rows, columns)``."""
@@ -44,29 +52,78 @@ class Orthogonalization:
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scaled update, ``(m, n)`` fp32, of one block ``x`` of shape ``(m, n)``."""
-        with fp32_matmul_precision(self.matmul_precision):
-            orthogonal: torch.Tensor = newton_schulz(x, self.num_steps, self.coefficient_type)
-        return orthogonal * self.scale(*x.shape)
+        return self.blocks([x])[0]
 
-    def matrix(self, x: torch.Tensor, blocks: Sequence[LogicalBlock]) -> torch.Tensor:
+    def blocks(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Return the scaled updates of many blocks: bit for bit those of :meth:`block`.
+
+        Blocks of equal shapes are computed together where that is faster.
+
+        Args:
+            xs: Blocks, ``(m, n)`` each, fp32 or bf16, of any shapes.
+            outs: Where the updates go, fp32; each may be its block. ``None`` makes new tensors.
+
+        Returns:
+            The updates, fp32, in the same order.
+        """
+        updates = outs
+        if updates is None:
+            updates = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in xs]
+        _orthogonalize_into(
+            xs,
+            updates,
+            coefficients(self.coefficient_type, self.num_steps),
+            self.matmul_precision,
+            self.batch_nbytes,
+            self.use_syrk,
+        )
+        for update in updates:
+            if update.numel():
+                update.mul_(self.scale(*update.shape))
+        return updates
+
+    def matrix(
+        self, x: torch.Tensor, blocks: Sequence[LogicalBlock], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the update of a whole matrix, block by block.
 
         Args:
             x: The matrix, ``(M, N)`` fp32.
-            blocks: Its logical blocks; together they cover its rows once.
+            blocks: Its logical blocks; together they cover it once.
+            out: Where the update goes, ``(M, N)``; ``None`` makes a new tensor. It may be ``x``.
 
         Returns:
-            The update, ``(M, N)`` fp32.
+            The update, ``(M, N)``; fp32 without ``out``.
         """
-        if len(blocks) == 1 and blocks[0].num_rows == x.shape[0]:
-            return self.block(x)
-        update = torch.empty_like(x)
+        update = torch.empty_like(x, dtype=torch.float32) if out is None else out
         for block in blocks:
-            rows = block_rows(x, block)
-            block_rows(update, block).copy_(
-                self.block(rows.reshape(block.num_rows, -1)).view(rows.shape)
-            )
+            source = block_rows(x, block)
+            block_update = self.block(source.reshape(-1, source.shape[-1]))
+            block_rows(update, block).copy_(block_update.view(source.shape))
         return update
+
+
+def orthogonalize(
+    x: torch.Tensor, steps: Sequence[tuple[float, float, float]], precision: str
+) -> torch.Tensor:
+    """Return the orthogonalized block, not scaled.
+
+    Args:
+        x: The block, ``(m, n)`` fp32 or bf16.
+        steps: One ``(a, b, c)`` for each step.
+        precision: As in :attr:`Orthogonalization.matmul_precision`.
+
+    Returns:
+        A new tensor of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` has another number of dimensions or another dtype.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _orthogonalize_into([x], [out], tuple(steps), precision)
+    return out
 
 
 def block_rows(x: torch.Tensor, block: LogicalBlock) -> torch.Tensor:
@@ -77,3 +134,32 @@ def block_rows(x: torch.Tensor, block: LogicalBlock) -> torch.Tensor:
         (block.period * row, row, column),
         x.storage_offset() + block.start * row,
     )
+
+
+def _orthogonalize_into(
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    steps: Coefficients,
+    precision: str,
+    batch_nbytes: int = BATCH_NBYTES,
+    use_syrk: bool = False,
+) -> None:
+    for x in xs:
+        if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(
+                f"Newton-Schulz takes a matrix in fp32 or bf16, got shape {tuple(x.shape)} in "
+                f"{x.dtype}. Convert it first."
+            )
+    device_types = {x.device.type for x in xs}
+    # Under "medium" torch would shorten the factors of fp32 products; bf16 ones do not read it.
+    with fp32_matmul_precision("highest" if precision == "medium" else precision):
+        for device_type in sorted(device_types):
+            members = [i for i, x in enumerate(xs) if x.device.type == device_type]
+            orthogonalize_blocks(
+                [xs[i] for i in members],
+                [outs[i] for i in members],
+                steps,
+                choose_arithmetic(precision, device_type),
+                batch_nbytes=batch_nbytes,
+                use_syrk=use_syrk,
+            )

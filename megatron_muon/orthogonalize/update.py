@@ -23,6 +23,25 @@ def advance_momentum(
     return grad.lerp(momentum, mu) if nesterov else momentum
 
 
+def accumulate_momentum(
+    momentum: torch.Tensor, grad: torch.Tensor, mu: float, nesterov: bool
+) -> torch.Tensor:
+    """Add the gradient to the momentum and return what is orthogonalized.
+
+    ``m = mu m + g``; the result is ``m`` itself, or ``g + mu m`` with Nesterov (the convention of
+    Megatron-LM #1428 and of torch.optim.SGD). It is ``1 / (1 - mu)`` times that of
+    :func:`advance_momentum`, so momentum does not move between the two as it is.
+
+    Args:
+        momentum: Momentum, any shape; updated in place.
+        grad: Gradient of the same shape and dtype; not written.
+        mu: Factor in [0, 1).
+        nesterov: Whether to look ahead.
+    """
+    momentum.mul_(mu).add_(grad)
+    return grad.add(momentum, alpha=mu) if nesterov else momentum
+
+
 def apply_update(
     weight: torch.Tensor, update: torch.Tensor, lr: float, weight_decay: float
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.bookkeeping.matrix import LogicalBlock, interleaved, whole
+from megatron_muon.orthogonalize import newton_schulz
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization, block_rows
 from megatron_muon.testing.oracle import COEFFICIENTS, orthogonalize, relative_error
 
@@ -32,7 +33,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("coefficients", ["quintic", "simple"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (4, 33), (48, 48), (96, 32), (32, 96)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 9), (9, 1), (4, 33), (48, 48), (96, 32), (32, 96), (70, 210)]
+)
 def test_block_is_that_of_the_oracle(shape, coefficients):
     x = draw(*shape)
     got = settings(coefficient_type=coefficients).block(x)
@@ -80,9 +83,62 @@ def test_zero_stays_zero():
     assert not settings().block(torch.zeros(5, 3)).any()
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_empty_blocks_stay_empty(shape):
+    x = torch.empty(shape)
+    assert settings().block(x).shape == shape
+    assert newton_schulz.orthogonalize(x, COEFFICIENTS["quintic"], "highest").shape == shape
+    empty, other = settings().blocks([x, draw(4, 3)])
+    assert empty.shape == shape
+    assert torch.equal(other, settings().block(draw(4, 3)))
+
+
+@pytest.mark.parametrize("precision", ["medium", "high", "highest"])
+def test_many_blocks_are_those_of_one_each(precision):
+    shapes = [(32, 64), (5, 3), (64, 32), (32, 64), (4, 33), (32, 64), (1, 9), (40, 40), (40, 40)]
+    xs = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    xs[3], xs[5] = xs[3].T.contiguous().T, xs[5].bfloat16()
+    one_by_one = settings(matmul_precision=precision)
+    for together in (one_by_one, settings(matmul_precision=precision, batch_nbytes=1)):
+        for x, got in zip(xs, together.blocks(xs), strict=True):
+            assert got.dtype == torch.float32
+            assert torch.equal(got, one_by_one.block(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 33), (96, 32), (70, 210)])
+def test_a_plain_function_takes_coefficients(shape, dtype):
+    x = draw(*shape).to(dtype)
+    steps = list(COEFFICIENTS["simple"][:3])
+    got = newton_schulz.orthogonalize(x, steps, "highest")
+    assert got.dtype == dtype
+    assert got.shape == x.shape
+    error = relative_error(got, orthogonalize(x.double(), steps))
+    assert error < (5e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, 2)])
+def test_other_tensors_are_refused(x):
+    with pytest.raises(TypeError, match="fp32 or bf16"):
+        newton_schulz.orthogonalize(x, COEFFICIENTS["quintic"], "highest")
+
+
+def test_matrix_writes_where_it_is_told():
+    x = draw(16, 6)
+    for blocks in (whole(16), interleaved({"q": 2, "k": 1, "v": 1}, 16, "w")):
+        expected = settings().matrix(x, blocks)
+        out = torch.full_like(x, math.nan)
+        assert settings().matrix(x, blocks, out) is out
+        assert torch.equal(out, expected)
+        in_place = x.clone()
+        settings().matrix(in_place, blocks, out=in_place)
+        assert torch.equal(in_place, expected)
+
+
 def test_input_is_not_written():
     x = draw(8, 4)
     kept = x.clone()
+    settings().blocks([x, x])
     settings().matrix(x, interleaved({"q": 2, "k": 2}, 8, "w"))
     settings().matrix(x, whole(8))
     assert torch.equal(x, kept)
