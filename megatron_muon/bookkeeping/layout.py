@@ -8,9 +8,10 @@ whole matrices, and each owner steps its own::
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace, nsmallest
+from itertools import product
 
 from megatron_muon.bookkeeping.dist_meta import BufferRange
 
@@ -20,6 +21,22 @@ PARAM_ALIGNMENT_NUMEL = 64
 FILL_BEFORE_CLOSING = 0.9
 """A bucket with one dominant matrix is filled to this share of ``owners x largest`` before it is
 closed, so that its other shards are not mostly padding."""
+
+_STRETCH_PERCENT = 150
+"""A bucket may grow to this share of the size at which it could be closed, if it then is padded
+less. Larger ones would leave more of the last reduce-scatter behind the backward pass."""
+
+_WORTHWHILE_PERCENT = 1
+"""Share of the parameters that other buckets than Megatron's have to save. Megatron's are the
+smallest, so they overlap best."""
+
+_MAX_CLOSINGS = 32
+"""Places that are tried for the end of a bucket: it bounds the time on models of many matrices."""
+
+_EXCHANGES_PER_OWNER = 4
+_PARTNERS = 4
+"""Bounds on the search for even work: exchanges in a bucket for each owner, and owners that are
+tried as partners for each exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +106,13 @@ def compute_owner_layout(
     """Lay out parameters so that none crosses a shard boundary.
 
     Buckets follow backward order (last parameter first), so that each can be reduced as soon as
-    its stretch of the backward pass is done. Within a bucket the largest parameter goes first,
-    each to the shard with the fewest elements; between equals the owner with the least
-    Newton-Schulz work so far takes it.
+    its stretch of the backward pass is done. They are closed where Megatron closes them, or a
+    little later where that saves padding. The largest parameter goes first, each to the shard
+    with the fewest elements, and the fullest shard gives the bucket its size: the buffer is never
+    larger than the one of megatron-core 0.19.2. Under that size owners exchange parameters until
+    their Newton-Schulz work, summed over the buckets, is as even as that allows.
+
+    The result depends on the sequence of items alone.
 
     Args:
         items: Parameters in forward order.
@@ -104,18 +125,22 @@ def compute_owner_layout(
     unpadded: list[int] = []
     work = [0] * num_owners
     cursor = 0
-    for bucket_idx, members in enumerate(_cut_into_buckets(items, bucket_numel, num_owners)):
-        shards = _pack(items, members, num_owners, work)
-        shard_numel = _align(max(end for _, end in shards), shard_alignment_numel)
-        for owner, (placed, _) in enumerate(shards):
-            shard_start = cursor + owner * shard_numel
-            for index, start in placed:
-                start += shard_start
+    alignment = shard_alignment_numel
+    cuts = _cut_into_buckets(items, bucket_numel, num_owners, alignment)
+    for bucket_idx, members in enumerate(cuts):
+        shards, shard_numel = _pack(items, members, num_owners, alignment)
+        if not items[members[0]].alone:
+            shards = _balance(items, shards, shard_numel, work)
+        for owner, shard in enumerate(shards):
+            start = cursor + owner * shard_numel
+            for index in sorted(shard, key=lambda i: (-items[i].numel, -items[i].flops, i)):
                 placements[index] = Placement(
                     BufferRange(start, start + items[index].numel), bucket_idx, owner
                 )
+                start += _aligned_numel(items[index])
+            work[owner] += _flops(items, shard)
         buckets.append(BufferRange(cursor, cursor + num_owners * shard_numel))
-        unpadded.append(sum(items[index].numel for index in members))
+        unpadded.append(_numel(items, members))
         cursor = buckets[-1].end
     return OwnerLayout(
         tuple(placement for placement in placements if placement is not None),
@@ -126,42 +151,235 @@ def compute_owner_layout(
 
 
 def _cut_into_buckets(
-    items: Sequence[LayoutItem], bucket_numel: int | None, num_owners: int
+    items: Sequence[LayoutItem],
+    bucket_numel: int | None,
+    num_owners: int,
+    shard_alignment_numel: int,
 ) -> list[list[int]]:
-    """Cut the items, last first, into runs of at least ``bucket_numel`` elements."""
-    buckets: list[list[int]] = [[]]
-    numel = largest = 0
-    for index in reversed(range(len(items))):
-        item = items[index]
-        if item.alone:
-            buckets += [[index], []]
-            numel = largest = 0
+    """Cut the items, last first, into buckets: Megatron's, or others that are padded less.
+
+    The others are Megatron's with what is left over at the end added to the last full bucket, and
+    buckets stretched to where they come out even.
+    """
+
+    def padded_numel(buckets: Sequence[Sequence[int]]) -> int:
+        return num_owners * sum(
+            _pack(items, members, num_owners, shard_alignment_numel)[1] for members in buckets
+        )
+
+    buckets: list[list[int]] = []
+    for run in _runs(items):
+        if bucket_numel is None or items[run[0]].alone:
+            buckets.append(run)
             continue
-        buckets[-1].append(index)
+        megatron = _cut(items, run, bucket_numel, num_owners)
+        stretched = _cut(items, run, bucket_numel, num_owners, padded_numel)
+        best, best_numel = megatron, padded_numel(megatron)
+        needed_numel = _numel(items, run) * _WORTHWHILE_PERCENT // 100
+        for cuts in (_merge_last(megatron), stretched, _merge_last(stretched)):
+            numel = padded_numel(cuts)
+            if numel + needed_numel < best_numel:
+                best, best_numel = cuts, numel
+        buckets += best
+    return buckets
+
+
+def _runs(items: Sequence[LayoutItem]) -> list[list[int]]:
+    """Return the indices, last first, in runs between the items with a bucket of their own."""
+    runs: list[list[int]] = [[]]
+    for index in reversed(range(len(items))):
+        if items[index].alone:
+            runs += [[index], []]
+        else:
+            runs[-1].append(index)
+    return [run for run in runs if run]
+
+
+def _cut(
+    items: Sequence[LayoutItem],
+    run: Sequence[int],
+    bucket_numel: int,
+    num_owners: int,
+    padded_numel: Callable[[Sequence[Sequence[int]]], int] | None = None,
+) -> list[list[int]]:
+    """Cut a run where Megatron does or, given ``padded_numel``, where a bucket is padded least."""
+    buckets: list[list[int]] = []
+    start = 0
+    while start < len(run):
+        end = _closing(items, run, start, bucket_numel, num_owners)
+        if padded_numel is not None:
+            candidates = [run[start:later] for later in _later_closings(items, run, start, end)]
+            ratios = [padded_numel([members]) / _numel(items, members) for members in candidates]
+            end = start + len(candidates[ratios.index(min(ratios))])
+        buckets.append(list(run[start:end]))
+        start = end
+    return buckets
+
+
+def _closing(
+    items: Sequence[LayoutItem], run: Sequence[int], start: int, bucket_numel: int, num_owners: int
+) -> int:
+    """Return the position in the run at which Megatron closes the bucket begun at ``start``."""
+    numel = largest = 0
+    for position in range(start, len(run)):
+        item = items[run[position]]
         numel, largest = numel + item.numel, max(largest, item.numel)
-        if bucket_numel is not None and numel >= max(
-            bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING)
-        ):
-            buckets.append([])
-            numel = largest = 0
-    return [members for members in buckets if members]
+        if numel >= max(bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING)):
+            return position + 1
+    return len(run)
+
+
+def _later_closings(
+    items: Sequence[LayoutItem], run: Sequence[int], start: int, end: int
+) -> Sequence[int]:
+    """Return positions from ``end`` up to which the bucket may be stretched, ``end`` first."""
+    spare_numel = _numel(items, run[start:end]) * (_STRETCH_PERCENT - 100) // 100
+    last = end
+    while last < len(run) and spare_numel >= items[run[last]].numel:
+        spare_numel -= items[run[last]].numel
+        last += 1
+    return range(end, last + 1, _ceil_div(last + 1 - end, _MAX_CLOSINGS))
+
+
+def _merge_last(buckets: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the buckets with the last two made one.
+
+    The last holds what is left over, but takes no fewer elements than ``num_owners`` times its
+    largest matrix.
+    """
+    merged = [list(members) for members in buckets]
+    if len(merged) > 1:
+        merged[-2:] = [merged[-2] + merged[-1]]
+    return merged
 
 
 def _pack(
-    items: Sequence[LayoutItem], members: Sequence[int], num_owners: int, work: list[int]
-) -> list[tuple[list[tuple[int, int]], int]]:
-    """Give each member to a shard; return per shard its (index, start) pairs and its end."""
-    placed: list[list[tuple[int, int]]] = [[] for _ in range(num_owners)]
-    ends = [0] * num_owners
+    items: Sequence[LayoutItem],
+    members: Sequence[int],
+    num_owners: int,
+    shard_alignment_numel: int,
+) -> tuple[list[list[int]], int]:
+    """Spread a bucket's members over the shards by elements, the largest first.
+
+    Returns:
+        The members of each shard, and the elements of a shard.
+    """
+    shards: list[list[int]] = [[] for _ in range(num_owners)]
+    ends = [(0, owner) for owner in range(num_owners)]
+    last = 0
     for index in sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i)):
-        item = items[index]
-        owner = 0 if item.alone else min(range(num_owners), key=lambda o: (ends[o], work[o], o))
-        start = _align(ends[owner], PARAM_ALIGNMENT_NUMEL)
-        placed[owner].append((index, start))
-        ends[owner] = start + item.numel
-        work[owner] += item.flops
-    return list(zip(placed, ends, strict=True))
+        end, owner = ends[0]
+        end = _align(end, PARAM_ALIGNMENT_NUMEL) + items[index].numel
+        heapreplace(ends, (end, owner))
+        shards[owner].append(index)
+        last = max(last, end)
+    return shards, _align(last, shard_alignment_numel)
+
+
+def _balance(
+    items: Sequence[LayoutItem],
+    shards: Sequence[Sequence[int]],
+    shard_numel: int,
+    work: Sequence[int],
+) -> list[list[int]]:
+    """Give each owner a shard so that the work of all, former buckets included, is even.
+
+    The costliest shard goes to the owner with the least work so far. Then the busiest owner gives
+    one parameter to one of the idlest, or exchanges one with it, as long as that helps and both
+    shards have room.
+
+    Args:
+        items: All parameters.
+        shards: Members of each shard of the bucket.
+        shard_numel: Elements of a shard.
+        work: Flops of each owner before this bucket.
+
+    Returns:
+        The members of each owner's shard.
+    """
+    costs = sorted((-_flops(items, shard), s) for s, shard in enumerate(shards))
+    owners = sorted(range(len(shards)), key=lambda owner: (work[owner], owner))
+    balanced: list[list[int]] = [[] for _ in shards]
+    loads = list(work)
+    for (cost, s), owner in zip(costs, owners, strict=True):
+        balanced[owner] = list(shards[s])
+        loads[owner] -= cost
+    for _ in range(_EXCHANGES_PER_OWNER * len(shards)):
+        busiest = loads.index(max(loads))
+        idlest = nsmallest(_PARTNERS, range(len(loads)), key=lambda owner: (loads[owner], owner))
+        for idle in idlest:
+            spare_flops = loads[busiest] - loads[idle]
+            exchange = _best_exchange(
+                items, balanced[busiest], balanced[idle], spare_flops, shard_numel
+            )
+            if exchange is not None:
+                break
+        else:
+            break
+        for index, giver, taker in zip(exchange, (busiest, idle), (idle, busiest), strict=True):
+            if index is not None:
+                balanced[giver].remove(index)
+                balanced[taker].append(index)
+                loads[giver] -= items[index].flops
+                loads[taker] += items[index].flops
+    return balanced
+
+
+def _best_exchange(
+    items: Sequence[LayoutItem],
+    busy: Sequence[int],
+    idle: Sequence[int],
+    spare_flops: int,
+    shard_numel: int,
+) -> tuple[int, int | None] | None:
+    """Return what one owner gives another, and takes for it, so that their work is most alike.
+
+    Args:
+        items: All parameters.
+        busy: Members of the shard of the owner with more work.
+        idle: Members of the shard of the owner with less work.
+        spare_flops: Work of the one minus that of the other.
+        shard_numel: Elements that a shard may have.
+
+    Returns:
+        The parameter given and the one taken, if any; ``None`` if no exchange makes it better.
+    """
+    busy_numel, idle_numel = (sum(_aligned_numel(items[i]) for i in s) for s in (busy, idle))
+    best: tuple[int, int | None] | None = None
+    best_gap = spare_flops
+    for given, taken in product(_distinct(items, busy), [*_distinct(items, idle), None]):
+        flops, numel = items[given].flops, _aligned_numel(items[given])
+        if taken is not None:
+            flops, numel = flops - items[taken].flops, numel - _aligned_numel(items[taken])
+        gap = abs(spare_flops - 2 * flops)
+        if gap < best_gap and busy_numel - numel <= shard_numel >= idle_numel + numel:
+            best, best_gap = (given, taken), gap
+    return best
+
+
+def _distinct(items: Sequence[LayoutItem], members: Sequence[int]) -> list[int]:
+    """Return one member of each size and cost, the first."""
+    firsts: dict[tuple[int, int], int] = {}
+    for index in members:
+        firsts.setdefault((items[index].numel, items[index].flops), index)
+    return list(firsts.values())
+
+
+def _numel(items: Sequence[LayoutItem], members: Sequence[int]) -> int:
+    return sum(items[index].numel for index in members)
+
+
+def _flops(items: Sequence[LayoutItem], members: Sequence[int]) -> int:
+    return sum(items[index].flops for index in members)
+
+
+def _aligned_numel(item: LayoutItem) -> int:
+    return _align(item.numel, PARAM_ALIGNMENT_NUMEL)
 
 
 def _align(value: int, multiple: int) -> int:
-    return math.ceil(value / multiple) * multiple
+    return _ceil_div(value, multiple) * multiple
+
+
+def _ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)

@@ -1,4 +1,4 @@
-"""The plan: the frozen answer to who owns what and where each matrix is orthogonalized.
+"""The plan: the frozen answer to who holds each matrix and where it is orthogonalized.
 
 A pure function of names, shapes, ranges and group sizes, the same on every rank. Its fingerprint
 is compared across ranks before the first collective.
@@ -7,34 +7,121 @@ is compared across ranks before the first collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.homes import Home, HomeItem, choose_homes
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.errors import PlanError
 
-EVERY_OWNER = -1
-"""Owner of a matrix that every data-parallel rank steps, without a distributed optimizer."""
+
+@dataclass(frozen=True, slots=True, order=True)
+class Grid:
+    """Which data and tensor parallel groups a matrix lies in.
+
+    Attributes:
+        expert_parallel: Whether its data-parallel group is that of experts.
+        expert_tp: Whether its tensor-parallel group is that of experts.
+    """
+
+    expert_parallel: bool = False
+    expert_tp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GridSize:
+    """Sizes of the two groups of a grid.
+
+    Attributes:
+        dp: Ranks of the data-parallel group, 1 where every rank steps every matrix.
+        tp: Ranks of the tensor-parallel group.
+    """
+
+    dp: int = 1
+    tp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one data-parallel rank holds of a matrix, on each tensor-parallel rank.
+
+    Attributes:
+        rank: Rank in the data-parallel group.
+        range: Flat elements of the tensor-parallel-local shard.
+    """
+
+    rank: int
+    range: ParamRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedMatrix:
-    """A matrix and the rank of its data-parallel group that steps it.
+    """A matrix and who holds its masters and momentum.
 
     Attributes:
         matrix: The logical matrix.
-        owner: Group-local data-parallel rank, or :data:`EVERY_OWNER`.
+        pieces: What each data-parallel rank holds, in rank order: one piece in the owner layout,
+            several where the flat layout's shards cut the matrix.
         buffer_idx: DDP buffer, -1 without a layout.
         bucket_idx: Bucket in the buffer, -1 without a layout.
         range: ``(start, end)`` in the buffer frame, ``None`` without a layout.
     """
 
     matrix: LogicalMatrix
-    owner: int
+    pieces: tuple[Piece, ...]
     buffer_idx: int = -1
     bucket_idx: int = -1
     range: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        ends = [0, *(piece.range.end for piece in self.pieces)]
+        starts = [*(piece.range.start for piece in self.pieces), self.matrix.local_numel]
+        if ends != starts:
+            raise PlanError(
+                f"{self.matrix.name}: {self.pieces} do not cover its {self.matrix.local_numel} "
+                "elements once."
+            )
+
+    @property
+    def owner(self) -> int | None:
+        """The data-parallel rank that holds all of it, ``None`` if it is cut."""
+        return self.pieces[0].rank if len(self.pieces) == 1 else None
+
+    @property
+    def grid(self) -> Grid:
+        """The groups it lies in."""
+        return Grid(self.matrix.expert_parallel, self.matrix.expert_tp)
+
+    def piece_of(self, rank: int) -> Piece | None:
+        """Return what a data-parallel rank holds."""
+        return next((piece for piece in self.pieces if piece.rank == rank), None)
+
+
+def held_by(owner: int, matrix: LogicalMatrix) -> tuple[Piece, ...]:
+    """Return the one piece of a matrix that a rank holds whole."""
+    return (Piece(owner, ParamRange(0, matrix.local_numel)),)
+
+
+def held_by_slices(
+    range_: tuple[int, int], bucket: tuple[int, int], size: int
+) -> tuple[Piece, ...]:
+    """Return the pieces of a matrix whose bucket is cut into equal shards.
+
+    Args:
+        range_: The matrix's ``(start, end)`` in the buffer frame.
+        bucket: The bucket's, a multiple of ``size`` long.
+        size: Ranks that have one shard each.
+    """
+    start, end = range_
+    shard = (bucket[1] - bucket[0]) // size
+    pieces = []
+    for rank in range((start - bucket[0]) // shard, min(size, -(-(end - bucket[0]) // shard))):
+        low = max(start, bucket[0] + rank * shard)
+        high = min(end, bucket[0] + (rank + 1) * shard)
+        pieces.append(Piece(rank, ParamRange(low - start, high - start)))
+    return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +129,13 @@ class PlannedMatrix:
     """An owned matrix with its home.
 
     Attributes:
-        owned: The matrix and its owner.
-        home: Rank of its tensor-parallel group that orthogonalizes it.
+        owned: The matrix and who holds it.
+        home: Rank of the data x tensor grid that orthogonalizes it.
         flops: Newton-Schulz flops of its blocks.
     """
 
     owned: OwnedMatrix
-    home: int
+    home: Home
     flops: int
 
     @property
@@ -59,8 +146,12 @@ class PlannedMatrix:
     def row(self) -> str:
         """Return the whole record as one canonical line that starts with the name."""
         matrix, owned = self.matrix, self.owned
-        values = asdict(matrix) | asdict(owned) | {"home": self.home, "flops": self.flops}
+        values = asdict(matrix) | asdict(owned) | {"flops": self.flops}
+        values["home"] = f"{self.home.dp},{self.home.tp}"
         values["blocks"] = " ".join(map(str, matrix.blocks))
+        values["pieces"] = " ".join(
+            f"{piece.rank}[{piece.range.start}:{piece.range.end}]" for piece in owned.pieces
+        )
         for known in ("name", "matrix"):
             del values[known]
         return f"{matrix.name}: " + ", ".join(f"{key} {value}" for key, value in values.items())
@@ -71,15 +162,20 @@ class Plan:
     """Every matrix of one pipeline stage, ordered by name.
 
     Attributes:
-        matrices: The matrices with owners and homes.
-        num_owners: Ranks of the data-parallel group, 1 without a distributed optimizer.
+        matrices: The matrices with holders and homes.
+        grids: Sizes of the grids they lie in.
         buffer_numel: Elements of the buffers that hold the matrices on one rank, padding
             included; without a layout those of the matrices.
     """
 
     matrices: tuple[PlannedMatrix, ...]
-    num_owners: int
+    grids: Mapping[Grid, GridSize]
     buffer_numel: int
+
+    @property
+    def num_owners(self) -> int:
+        """Data-parallel ranks that share the dense matrices."""
+        return self.grids.get(Grid(), GridSize()).dp
 
     @property
     def param_numel(self) -> int:
@@ -95,23 +191,27 @@ class Plan:
         """One canonical line a matrix, for the fingerprint and for naming a difference."""
         return [planned.row() for planned in self.matrices]
 
+    def on(self, grid: Grid) -> list[PlannedMatrix]:
+        """Return the matrices of one grid, ordered by name."""
+        return [planned for planned in self.matrices if planned.owned.grid == grid]
+
 
 def make_plan(
     owned: Iterable[OwnedMatrix],
-    num_owners: int,
+    grids: Mapping[Grid, GridSize],
     num_steps: int,
     buffer_numel: int | None = None,
+    one_rank_each: bool = True,
 ) -> Plan:
-    """Order the matrices by name and give each a home in its tensor-parallel group.
-
-    Among an owner's matrices the costliest goes first, each to the rank with the least
-    Newton-Schulz work so far.
+    """Order the matrices by name and give each a home in its grid.
 
     Args:
         owned: The matrices of one pipeline stage, in any order.
-        num_owners: Ranks of the data-parallel group.
+        grids: Sizes of the grids; one that is missing has one rank.
         num_steps: Newton-Schulz steps.
         buffer_numel: Elements of the matrices' buffers, ``None`` without a layout.
+        one_rank_each: Whether one rank alone works on each matrix. If not, all ranks of the home's
+            row do, and a matrix that one row holds stays there.
 
     Raises:
         PlanError: Two matrices have one name.
@@ -124,15 +224,14 @@ def make_plan(
                 "of each model chunk names of their own, or a layer_number where they are "
                 "numbered layers."
             )
-    homes: dict[str, int] = {}
-    work: dict[tuple[int, bool], list[int]] = {}
-    for item in sorted(ordered, key=lambda o: (-o.matrix.ns_flops(num_steps), o.matrix.name)):
-        key = (item.owner, item.matrix.expert_tp)
-        loads = work.setdefault(key, [])
-        loads.extend([0] * (item.matrix.tp_size - len(loads)))
-        home = min(range(item.matrix.tp_size), key=lambda rank: (loads[rank], rank))
-        loads[home] += item.matrix.ns_flops(num_steps)
-        homes[item.matrix.name] = home
+    homes: dict[str, Home] = {}
+    for grid in sorted({item.grid for item in ordered}):
+        size = grids.get(grid, GridSize())
+        members = [item for item in ordered if item.grid == grid]
+        if not one_rank_each:
+            homes |= {o.matrix.name: Home(o.owner, 0) for o in members if o.owner is not None}
+            members = [item for item in members if item.owner is None]
+        homes |= choose_homes([_home_item(o, num_steps) for o in members], size.dp, size.tp)
     return Plan(
         matrices=tuple(
             PlannedMatrix(
@@ -142,8 +241,20 @@ def make_plan(
             )
             for item in ordered
         ),
-        num_owners=num_owners,
+        grids=dict(grids),
         buffer_numel=sum(item.matrix.local_numel for item in ordered)
         if buffer_numel is None
         else buffer_numel,
+    )
+
+
+def _home_item(owned: OwnedMatrix, num_steps: int) -> HomeItem:
+    matrix = owned.matrix
+    return HomeItem(
+        name=matrix.name,
+        flops=matrix.ns_flops(num_steps),
+        numel=matrix.numel,
+        owner=owned.owner,
+        held={piece.rank: piece.range.numel for piece in owned.pieces},
+        tp_size=matrix.tp_size if matrix.tp_dim is not None else 1,
     )

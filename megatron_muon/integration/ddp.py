@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_muon.bookkeeping.routing import Route, RoutingRules
+from megatron_muon.bookkeeping.routing import Route, RoutingRules, SplitRules
 from megatron_muon.errors import ConfigurationError
+from megatron_muon.integration.install import installation
 from megatron_muon.integration.names import named_parameters, route_parameter
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
+from megatron_muon.optimizer.param_layout import LAYOUT
 
 MUON_NAMES = ("muon", "dist_muon")
 """Values of ``--optimizer`` that mean Muon; Megatron deprecates the second."""
@@ -40,15 +42,22 @@ def tag_params_for_buffer_routing(model_chunks: Sequence[torch.nn.Module]) -> No
         exclude=tuple(getattr(args, "muon_exclude", None) or ()),
         include=tuple(getattr(args, "muon_include", None) or ()),
     )
-    routes = route_chunks(model_chunks, rules, getattr(args, "muon_split_qkv", True))
-    for param, route in routes.items():
+    splits = SplitRules(
+        qkv=getattr(args, "muon_split_qkv", True),
+        gated_fc1=getattr(args, "muon_split_gated_fc1", False),
+        heads=getattr(args, "muon_split_heads", False),
+    )
+    state = installation()
+    layout = getattr(args, "muon_layout", None) or (state and state.layout) or "owner"
+    for param, route in route_chunks(model_chunks, rules, splits).items():
+        setattr(param, LAYOUT, layout)
         param.is_managed_by_layer_wise_optimizer = (  # type: ignore[attr-defined]
             route.optimizer == "muon"
         )
 
 
 def route_chunks(
-    model_chunks: Sequence[torch.nn.Module], rules: RoutingRules, split_qkv: bool
+    model_chunks: Sequence[torch.nn.Module], rules: RoutingRules, splits: SplitRules
 ) -> dict[torch.nn.Parameter, Route]:
     """Route the trainable parameters of model chunks and leave each its route."""
     routes: dict[torch.nn.Parameter, Route] = {}
@@ -56,7 +65,7 @@ def route_chunks(
         for entry in named_parameters(chunk):
             if not entry.param.requires_grad:
                 continue
-            route = route_parameter(entry, rules, split_qkv)
+            route = route_parameter(entry, rules, splits)
             routes[entry.param] = route
             setattr(entry.param, ROUTE, route)
     return routes

@@ -16,7 +16,7 @@ from megatron_muon.integration.messages import hook_errors, unhook_errors
 from megatron_muon.integration.patching import PatchSet
 
 Device = Literal["auto", "cpu", "cuda"]
-Layout = Literal["owner"]
+Layout = Literal["owner", "flat"]
 
 
 @dataclass(frozen=True, slots=True)

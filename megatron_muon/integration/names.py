@@ -8,6 +8,7 @@ every pipeline stage.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,14 @@ from typing import Any
 
 import torch
 
-from megatron_muon.bookkeeping.matrix import LogicalBlock, LogicalMatrix, interleaved, whole
-from megatron_muon.bookkeeping.routing import ParamFacts, Route, RoutingRules, decide
-from megatron_muon.collectives.shards import cut
+from megatron_muon.bookkeeping.matrix import LogicalMatrix
+from megatron_muon.bookkeeping.routing import ParamFacts, Route, RoutingRules, SplitRules, decide
 from megatron_muon.errors import ConfigurationError, UnsupportedError
+from megatron_muon.integration.fused import GATED_FC1, blocks_of_weight
 
 SHARED_EMBEDDING_NAME = "embedding.word_embeddings.weight"
 """The one name of a tied embedding, also for the copy that a later pipeline stage holds."""
 
-_FUSED_QKV = re.compile(r"(.*\.)?linear_qkv\.weight")
-_GATED_FC1 = re.compile(r"(.*\.)?linear_fc1\.(weight|bias)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
@@ -67,7 +66,8 @@ class ParamShard:
                 f"pieces along dimension {self.dim} ({self.size} tensor-parallel ranks x "
                 f"{self.stride} parts): choose a --tensor-model-parallel-size that divides it"
             )
-        return cut(whole_weight, self.dim, self.stride, self.size)[self.rank]
+        parts = torch.unflatten(whole_weight, self.dim, (self.stride, self.size, -1))
+        return parts.select(self.dim + 1, self.rank).flatten(self.dim, self.dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,25 @@ class NamedParameter:
         param: The parameter.
         shard: How it is cut.
         config: Megatron's ``TransformerConfig`` of the module that holds it, if it has one.
+        glu_interleave: Rows of gate and of up that alternate in grouped experts
+            (``moe_mlp_glu_interleave_size``), ``None`` where all of gate comes first.
     """
 
     name: str
     param: torch.nn.Parameter
     shard: ParamShard
     config: Any
+    glu_interleave: int | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is a routed expert's, or those of several stacked."""
+        return ".experts." in f".{self.name}"
+
+    @property
+    def is_expert_stack(self) -> bool:
+        """Whether its shape is ``(E, m, n)``: a matrix an expert."""
+        return self.is_expert and self.param.dim() == 3
 
 
 def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
@@ -108,56 +121,55 @@ def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
                 name = SHARED_EMBEDDING_NAME
             config = getattr(module, "config", None) or chunk_config
             shard = _shard_of(name, module, param, config, tp_group)
-            yield NamedParameter(name, param, shard, config)
+            yield NamedParameter(name, param, shard, config, _glu_interleave(module, config))
 
 
-def route_parameter(entry: NamedParameter, rules: RoutingRules, split_qkv: bool) -> Route:
+def route_parameter(entry: NamedParameter, rules: RoutingRules, splits: SplitRules) -> Route:
     """Decide the optimizer of one parameter and describe its logical matrix.
 
     Args:
         entry: The parameter.
         rules: The user's rules.
-        split_qkv: Whether a fused projection is orthogonalized part by part.
+        splits: Which fused weights are orthogonalized part by part.
     """
     param: Any = entry.param
     facts = ParamFacts(
         name=entry.name,
         shape=entry.shard.logical_shape(param.shape),
         is_embedding_or_output=getattr(param, "is_embedding_or_output_parameter", False),
+        is_expert_stack=entry.is_expert_stack,
         use_muon=getattr(param, "use_muon", None),
     )
     optimizer, reason = decide(facts, rules)
-    matrix = _logical_matrix(entry, facts, split_qkv) if optimizer == "muon" else None
+    if optimizer == "scalar":
+        return Route(facts=facts, optimizer=optimizer, reason=reason, rules=rules)
+    matrix, warning = _logical_matrix(entry, facts, splits)
+    reason = f"{reason}; {warning}" if warning else reason
     return Route(facts=facts, optimizer=optimizer, reason=reason, rules=rules, matrix=matrix)
 
 
-def _logical_matrix(entry: NamedParameter, facts: ParamFacts, split_qkv: bool) -> LogicalMatrix:
-    rows, columns = facts.shape
-    return LogicalMatrix(
+def _logical_matrix(
+    entry: NamedParameter, facts: ParamFacts, splits: SplitRules
+) -> tuple[LogicalMatrix, str]:
+    blocks, warning = blocks_of_weight(
+        entry.name, facts.shape, entry.config, splits, entry.glu_interleave
+    )
+    tp_dim, tp_stride = entry.shard.dim, entry.shard.stride
+    if len(facts.shape) == 3 and tp_dim is not None and tp_dim > 0:
+        # Seen as one matrix, the experts are parts that are cut one by one.
+        tp_stride *= facts.shape[0] if tp_dim == 1 else 1
+        tp_dim -= 1
+    matrix = LogicalMatrix(
         name=entry.name,
-        shape=(rows, columns),
-        blocks=_blocks(entry, rows) if split_qkv else whole(rows),
-        tp_dim=entry.shard.dim,
+        shape=(math.prod(facts.shape[:-1]), facts.shape[-1]),
+        blocks=blocks,
+        tp_dim=tp_dim,
         tp_size=entry.shard.size,
-        tp_stride=entry.shard.stride,
-        expert_tp=".experts." in f".{entry.name}",
+        tp_stride=tp_stride,
+        expert_tp=entry.is_expert,
         expert_parallel=not getattr(entry.param, "allreduce", True),
     )
-
-
-def _blocks(entry: NamedParameter, num_rows: int) -> tuple[LogicalBlock, ...]:
-    """Return q, k, v (and an output gate) of a fused projection, else the whole matrix.
-
-    Megatron keeps the rows of a fused projection query group by query group
-    (``core/transformer/attention.py:get_query_key_value_tensors``).
-    """
-    config = entry.config
-    if config is None or not _FUSED_QKV.fullmatch(entry.name):
-        return whole(num_rows)
-    head = config.kv_channels
-    query = config.num_attention_heads // config.num_query_groups * head
-    gate = {"gate": query} if getattr(config, "attention_output_gate", False) else {}
-    return interleaved({"q": query, **gate, "k": head, "v": head}, num_rows, entry.name)
+    return matrix, warning
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -226,9 +238,30 @@ def _shard_of(
             f"{name} is cut by tensor parallelism, and neither the {type(module).__name__} that "
             "holds it nor a module around it names the group as tp_group: set that attribute."
         )
-    # Not every module sets the stride (grouped experts do not), but a gated fc1 is always
-    # [gate_r; up_r] on each rank, since the activation halves the local output.
     attributes: Any = param
-    gated = getattr(config, "gated_linear_unit", False) and _GATED_FC1.fullmatch(name)
-    stride = 2 if gated else getattr(param, "partition_stride", 1)
-    return ParamShard(attributes.partition_dim, group.rank(), group.size(), stride)
+    dim = attributes.partition_dim
+    if _is_grouped(module) and param.dim() == (2 if name.endswith("bias") else 3):
+        dim += 1  # Of stacked experts Megatron 0.19.2 names the dimension in one expert's weight.
+    return ParamShard(dim, group.rank(), group.size(), _stride_of(name, module, param, config))
+
+
+def _stride_of(name: str, module: torch.nn.Module, param: torch.nn.Parameter, config: Any) -> int:
+    """Return how many parts of a weight tensor parallelism cuts apart.
+
+    Not every module sets the stride (grouped experts do not), but a gated fc1 is always
+    ``[gate_r; up_r]`` on each rank, since the activation halves the local output; only where gate
+    and up alternate it is one.
+    """
+    if not (getattr(config, "gated_linear_unit", False) and GATED_FC1.fullmatch(name)):
+        return getattr(param, "partition_stride", 1)
+    return 1 if _glu_interleave(module, config) else 2
+
+
+def _glu_interleave(module: torch.nn.Module, config: Any) -> int | None:
+    size: int | None = getattr(config, "moe_mlp_glu_interleave_size", None)
+    return size if _is_grouped(module) else None
+
+
+def _is_grouped(module: torch.nn.Module) -> bool:
+    """Whether a module is Transformer Engine's linear layer of several experts."""
+    return hasattr(module, "num_gemms")

@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
+from megatron_muon.optimizer.compatibility import Chosen, check_pairs
 
 TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
 TP_MODES: tuple[str, ...] = get_args(TPMode)
-LAYOUTS = ("owner",)
+LAYOUTS = ("owner", "flat")
+EXCHANGE_DTYPES = ("fp32", "bf16")
 MATMUL_PRECISIONS = ("medium", "high", "highest")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 SCALAR_OPTIMIZERS = ("adam", "lion")
+
+DEFAULT_GATHER_BUDGET_MIB = 64
+MIN_GATHER_BUDGET_MIB = 4 / 1024
+"""A page: below it even the smallest matrices would travel one by one."""
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--muon-layout": dict(
         choices=LAYOUTS,
         default=None,
         help="How parameters lie in the buckets: every matrix whole inside one owner's shard "
-        "(owner, the default).",
+        "(owner, the default), or in equal shards that may cut a matrix, whose pieces travel to "
+        "where it is orthogonalized (flat).",
+    ),
+    "--muon-gather-budget-mib": dict(
+        type=float,
+        default=None,
+        metavar="MIB",
+        help="Matrices are brought together and orthogonalized in groups whose pieces take at most "
+        f"this much memory, one matrix at least (default {DEFAULT_GATHER_BUDGET_MIB}).",
+    ),
+    "--muon-exchange-dtype": dict(
+        choices=EXCHANGE_DTYPES,
+        default=None,
+        help="Dtype in which momentum and updates travel between ranks: fp32 (the default), or "
+        "bf16, which rounds them and halves the bytes; the result is then no longer bit-equal to "
+        "that of one process.",
+    ),
+    "--muon-split-gated-fc1": dict(
+        action="store_true",
+        help="Orthogonalize gate and up of a gated unit's first layer apart.",
+    ),
+    "--muon-split-heads": dict(
+        action="store_true",
+        help="Orthogonalize every head of q, k, v (and an output gate) apart; not the output "
+        "projection.",
     ),
     "--muon-exclude": dict(
         action="append",
@@ -61,6 +93,18 @@ class MuonConfig(OptimizerConfig):
     muon_layout: str | None = None
     """How parameters lie in the buckets; None takes the layout of ``install()``, else owner."""
 
+    muon_gather_budget_mib: float | None = None
+    """Most memory, in MiB, that the pieces of matrices brought together take; None is 64."""
+
+    muon_exchange_dtype: str | None = None
+    """Dtype in which momentum and updates travel, fp32 or bf16; None is fp32."""
+
+    muon_split_gated_fc1: bool = False
+    """Whether gate and up of a gated unit's first layer are orthogonalized apart."""
+
+    muon_split_heads: bool = False
+    """Whether every head of q, k and v is orthogonalized apart."""
+
     muon_exclude: list[str] = field(default_factory=list)
     """Globs over parameter names that are left to the scalar optimizer."""
 
@@ -87,8 +131,12 @@ class MuonSettings:
         matmul_precision: ``torch.set_float32_matmul_precision`` inside Newton-Schulz; medium
             multiplies in bf16.
         split_qkv: Orthogonalize q, k and v of a fused projection apart.
+        split_gated_fc1: Orthogonalize gate and up of a gated unit's first layer apart.
+        split_heads: Orthogonalize every head of q, k and v apart.
         tp_mode: Where tensor-parallel matrices are orthogonalized.
         layout: How parameters lie in the buckets, None without a distributed optimizer.
+        gather_budget_nbytes: Most memory that the pieces of matrices brought together take.
+        exchange_dtype: Dtype in which momentum and updates travel, ``fp32`` or ``bf16``.
         scalar_optimizer: Optimizer of everything that is not a matrix.
         exclude: Globs left to the scalar optimizer.
         include: Globs given to Muon.
@@ -105,12 +153,23 @@ class MuonSettings:
     extra_scale_factor: float
     matmul_precision: str
     split_qkv: bool
+    split_gated_fc1: bool
+    split_heads: bool
     tp_mode: TPMode
     layout: str | None
+    gather_budget_nbytes: int
+    exchange_dtype: str
     scalar_optimizer: str
     exclude: tuple[str, ...]
     include: tuple[str, ...]
     report: str | None
+
+    @property
+    def splits(self) -> SplitRules:
+        """Which fused weights are orthogonalized part by part."""
+        return SplitRules(
+            qkv=self.split_qkv, gated_fc1=self.split_gated_fc1, heads=self.split_heads
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON."""
@@ -121,14 +180,15 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
     """Check a config and return the settings to use.
 
     Args:
-        config: A :class:`MuonConfig`, or Megatron's own class; there ``muon_tp_mode="blockwise"``
-            is the class's default and is read as ``"owner"``.
+        config: A :class:`MuonConfig`, Megatron's validated arguments with our flags, or Megatron's
+            own class; there ``muon_tp_mode="blockwise"`` is the class's default and is read as
+            ``"owner"``.
         installed_layout: The layout given to ``install()``.
 
     Raises:
         ConfigurationError: A value is not legal; the message names the flag.
     """
-    ours = isinstance(config, MuonConfig)
+    ours = hasattr(config, "muon_layout")
     tp_mode = config.muon_tp_mode
     if not ours and tp_mode == "blockwise":
         tp_mode = "owner"
@@ -152,7 +212,26 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         raise ConfigurationError(
             f"--muon-num-ns-steps is {config.muon_num_ns_steps}: expected 1 or more."
         )
+    exchange_dtype = getattr(config, "muon_exchange_dtype", None) or "fp32"
+    _one_of("--muon-exchange-dtype", exchange_dtype, EXCHANGE_DTYPES)
     distributed = config.use_layer_wise_distributed_optimizer or config.optimizer == "dist_muon"
+    splits = SplitRules(
+        qkv=config.muon_split_qkv,
+        gated_fc1=getattr(config, "muon_split_gated_fc1", False),
+        heads=getattr(config, "muon_split_heads", False),
+    )
+    check_pairs(
+        Chosen(
+            layout=layout,
+            layout_given=getattr(config, "muon_layout", None),
+            distributed=distributed,
+            param_layout=getattr(config, "use_layer_wise_param_layout", True),
+            tp_mode=tp_mode,
+            exchange_dtype=exchange_dtype,
+            split_qkv=splits.qkv,
+            split_heads=splits.heads,
+        )
+    )
     return MuonSettings(
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -163,14 +242,30 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         scale_mode=config.muon_scale_mode,
         extra_scale_factor=config.muon_extra_scale_factor,
         matmul_precision=config.muon_fp32_matmul_prec,
-        split_qkv=config.muon_split_qkv,
+        split_qkv=splits.qkv,
+        split_gated_fc1=splits.gated_fc1,
+        split_heads=splits.heads,
         tp_mode=tp_mode,
         layout=layout if distributed else None,
+        gather_budget_nbytes=_gather_budget_nbytes(config),
+        exchange_dtype=exchange_dtype,
         scalar_optimizer=config.muon_scalar_optimizer,
         exclude=tuple(getattr(config, "muon_exclude", None) or ()),
         include=tuple(getattr(config, "muon_include", None) or ()),
         report=getattr(config, "muon_report", None),
     )
+
+
+def _gather_budget_nbytes(config: OptimizerConfig) -> int:
+    budget_mib: float | None = getattr(config, "muon_gather_budget_mib", None)
+    if budget_mib is None:
+        budget_mib = DEFAULT_GATHER_BUDGET_MIB
+    if not MIN_GATHER_BUDGET_MIB <= budget_mib < math.inf:
+        raise ConfigurationError(
+            f"--muon-gather-budget-mib is {budget_mib}: expected {MIN_GATHER_BUDGET_MIB} MiB "
+            "(4 KiB) or more."
+        )
+    return int(budget_mib * 2**20)
 
 
 def _coefficient_types() -> tuple[str, ...]:

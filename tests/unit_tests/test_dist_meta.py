@@ -87,6 +87,70 @@ def test_frames_convert_and_back(inner, shard, bucket):
     assert in_buffer.numel == in_bucket.numel == inner.numel
 
 
+@st.composite
+def sharded_buffers(draw):
+    """Buckets of equal shards, one after the other, and parameters with gaps between them.
+
+    Returns the buckets ``(start, end)`` in the buffer frame, the number of shards of each, and
+    ``(bucket, start, end)`` of each parameter, in the buffer frame.
+    """
+    num_shards, buckets, params, cursor = draw(st.integers(1, 5)), [], [], draw(sizes)
+    for bucket_idx in range(draw(st.integers(1, 3))):
+        start = end = cursor
+        for gap, numel in draw(st.lists(st.tuples(st.integers(0, 3), sizes), max_size=4)):
+            params.append((bucket_idx, end + gap, end + gap + numel))
+            end += gap + numel
+        end += -(end - start) % num_shards
+        buckets.append((start, end))
+        cursor = end
+    return buckets, num_shards, params
+
+
+@given(sharded_buffers())
+def test_shards_of_a_bucket_hold_every_parameter_once_in_every_frame(sharded):
+    """Whatever frame a piece is counted in, it is the same elements, and none is held twice."""
+    buckets, num_shards, params = sharded
+    for bucket_idx, start, end in params:
+        bucket = BufferRange(*buckets[bucket_idx])
+        whole = BufferRange(start, end)
+        shard_numel = bucket.numel // num_shards
+        held = []
+        for rank in range(num_shards):
+            shard = BucketRange(rank * shard_numel, (rank + 1) * shard_numel)
+            meta = MuonDistMeta(0, bucket_idx, (end - start, 1), (start, end))
+            shard_start = shard.in_buffer(bucket)
+            meta.set_local_buffer_range((shard_start.start, shard_start.end))
+            local = BufferRange(*meta.local_range)
+            assert shard_start.contains(local)
+            in_shard = local.in_bucket(bucket).in_shard(shard)
+            assert in_shard.in_bucket(shard).in_buffer(bucket) == local
+            assert 0 <= in_shard.start <= in_shard.end <= shard_numel
+            assert in_shard.start == local.start - bucket.start - rank * shard_numel
+            in_param = normalize_range(meta.local_range, start)
+            if local.numel:
+                assert whole.contains(local)
+                assert 0 <= in_param[0] < in_param[1] <= whole.numel
+                held += range(*in_param)
+        assert held == list(range(whole.numel))
+
+
+@given(sharded_buffers(), st.data())
+def test_a_range_has_one_place_in_each_frame(sharded, data):
+    """An element that goes into a shard and back is where it was; no other goes there."""
+    buckets, num_shards, _ = sharded
+    bucket = BufferRange(*data.draw(st.sampled_from(buckets)))
+    shard_numel = bucket.numel // num_shards
+    places = {}
+    for element in range(bucket.start, bucket.end):
+        one = BufferRange(element, element + 1).in_bucket(bucket)
+        rank = one.start // shard_numel
+        shard = BucketRange(rank * shard_numel, (rank + 1) * shard_numel)
+        in_shard = one.in_shard(shard)
+        assert places.setdefault((rank, in_shard.start), element) == element
+        assert in_shard.in_bucket(shard).in_buffer(bucket).start == element
+    assert len(places) == bucket.numel
+
+
 @given(ranges(BufferRange), ranges(BufferRange))
 def test_intersection_is_what_both_contain(a, b):
     common = set(range(a.start, a.end)) & set(range(b.start, b.end))

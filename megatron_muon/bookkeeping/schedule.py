@@ -1,0 +1,271 @@
+"""The schedule: which stretches of which matrices move between which ranks, in which order.
+
+A pure function of the plan. Matrices are worked on in *micro-groups*. Around the Newton-Schulz of
+each there are up to four hops::
+
+    pieces -> shards at the home's data-parallel rank        (data-parallel group)
+    shards -> the whole at the home                          (tensor-parallel group)
+    the update -> its shards                                 (tensor-parallel group)
+    shards -> pieces                                         (data-parallel group)
+
+A hop is cut into *rounds*, one collective each, in which no rank sends and receives more than the
+budget. Every rank of a group computes the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.plan import PlannedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A stretch of one shard that travels between two ranks of a group.
+
+    Attributes:
+        index: The matrix, as its place in the plan's list.
+        shard: Tensor-parallel rank whose shard it is a part of.
+        range: Flat elements of the shard.
+        src: Rank of the group that sends.
+        dst: Rank of the group that receives, not ``src``.
+    """
+
+    index: int
+    shard: int
+    range: ParamRange
+    src: int
+    dst: int
+
+
+Round = tuple[Transfer, ...]
+"""The transfers of one collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroGroup:
+    """The schedule of one rank for one micro-group.
+
+    Attributes:
+        indices: Its matrices.
+        to_row: Rounds over the data-parallel group, pieces to shards.
+        to_home: Rounds over the tensor-parallel group, shards to the whole.
+        from_home: Rounds over the tensor-parallel group, the update to its shards.
+        from_row: Rounds over the data-parallel group, shards to pieces.
+    """
+
+    indices: tuple[int, ...]
+    to_row: tuple[Round, ...]
+    to_home: tuple[Round, ...]
+    from_home: tuple[Round, ...]
+    from_row: tuple[Round, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A rank's place in its grid.
+
+    Attributes:
+        dp: Rank in the data-parallel group.
+        tp: Rank in the tensor-parallel group.
+        tp_size: Ranks of the tensor-parallel group.
+    """
+
+    dp: int
+    tp: int
+    tp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Which tensor-parallel ranks work on a matrix once its shards are at the home's row.
+
+    Attributes:
+        whole: Whether ranks work on the whole matrix and not on their shards.
+        everywhere: Whether every rank of the row works, and not the home alone.
+    """
+
+    whole: bool
+    everywhere: bool
+
+
+def make_schedule(
+    plan: Sequence[PlannedMatrix],
+    position: Position,
+    spread: Spread,
+    budget_numel: int,
+    held_numel: int | None = None,
+) -> list[MicroGroup]:
+    """Return one rank's schedule of the matrices of one grid.
+
+    Args:
+        plan: The matrices of the grid, ordered by name.
+        position: The rank.
+        spread: Where Newton-Schulz runs.
+        budget_numel: Elements that a rank may send and receive in one collective.
+        held_numel: Elements of whole matrices that a home may hold at a time, as many if ``None``.
+    """
+    schedule = []
+    for indices in cut_into_micro_groups(plan, position.tp_size, budget_numel, held_numel):
+        hops = _Hops(position, spread)
+        for index in indices:
+            hops.add(index, plan[index])
+        schedule.append(
+            MicroGroup(
+                indices=indices,
+                to_row=cut_into_rounds(hops.to_row, budget_numel),
+                to_home=cut_into_rounds(hops.to_home, budget_numel),
+                from_home=cut_into_rounds(hops.from_home, budget_numel),
+                from_row=cut_into_rounds(hops.from_row, budget_numel),
+            )
+        )
+    return schedule
+
+
+def cut_into_micro_groups(
+    plan: Sequence[PlannedMatrix], tp_size: int, budget_numel: int, held_numel: int | None = None
+) -> list[tuple[int, ...]]:
+    """Cut the matrices into runs that every rank of the grid works on at the same time.
+
+    Homes take turns, so that each has work in every run. A run ends before a home would hold, or a
+    rank send and receive in one hop, more than the budget, unless of a single matrix.
+    """
+    groups: list[tuple[int, ...]] = []
+    run: list[int] = []
+    load: Counter[tuple[str, int, int]] = Counter()
+    for index in _in_turns(plan):
+        cost = _cost(plan[index], tp_size)
+        limits = {"held": budget_numel if held_numel is None else held_numel}
+        if run and any(
+            load[place] + numel > limits.get(place[0], budget_numel)
+            for place, numel in cost.items()
+        ):
+            groups.append(tuple(run))
+            run = []
+            load.clear()
+        run.append(index)
+        load.update(cost)
+    if run:
+        groups.append(tuple(run))
+    return groups
+
+
+def _in_turns(plan: Sequence[PlannedMatrix]) -> list[int]:
+    """Order the matrices: the costliest of each home, then the second of each, and so on."""
+    turn: Counter[object] = Counter()
+    order = []
+    for index in sorted(range(len(plan)), key=lambda i: (-plan[i].flops, plan[i].matrix.name)):
+        home = plan[index].home
+        order.append((turn[home], home.dp, home.tp, index))
+        turn[home] += 1
+    return [index for *_, index in sorted(order)]
+
+
+def _cost(planned: PlannedMatrix, tp_size: int) -> Counter[tuple[str, int, int]]:
+    """Return the elements a matrix adds to each rank: held whole, and moved in either hop."""
+    matrix, home = planned.matrix, planned.home
+    cost: Counter[tuple[str, int, int]] = Counter({("held", home.dp, home.tp): matrix.numel})
+    is_cut = matrix.tp_dim is not None
+    for tp in range(tp_size):
+        for piece in planned.owned.pieces:
+            if piece.rank != home.dp:
+                cost["row", piece.rank, tp] += piece.range.numel
+                cost["row", home.dp, tp] += piece.range.numel
+        if tp != home.tp and (is_cut or tp_size > 1):
+            cost["home", home.dp, tp] += matrix.local_numel
+            cost["home", home.dp, home.tp] += matrix.local_numel
+    return cost
+
+
+class _Hops:
+    """Collects the transfers that one rank's groups make for a micro-group."""
+
+    def __init__(self, position: Position, spread: Spread) -> None:
+        self._at, self._spread = position, spread
+        self.to_row: list[Transfer] = []
+        self.to_home: list[Transfer] = []
+        self.from_home: list[Transfer] = []
+        self.from_row: list[Transfer] = []
+
+    def add(self, index: int, planned: PlannedMatrix) -> None:
+        """Add the transfers of one matrix in which this rank's groups take part."""
+        at, home, matrix = self._at, planned.home, planned.matrix
+        is_cut = matrix.tp_dim is not None
+        one_copy = not is_cut and not self._spread.everywhere
+        for piece in planned.owned.pieces:
+            if piece.rank == home.dp:
+                continue
+            shard = at.tp if is_cut else 0
+            if not one_copy or at.tp == home.tp:
+                self.to_row.append(Transfer(index, shard, piece.range, piece.rank, home.dp))
+            self.from_row.append(Transfer(index, shard, piece.range, home.dp, piece.rank))
+        if at.dp == home.dp and self._spread.whole:
+            self._add_row(index, planned, is_cut)
+
+    def _add_row(self, index: int, planned: PlannedMatrix, is_cut: bool) -> None:
+        ranks, home = range(self._at.tp_size), planned.home.tp
+        everything = ParamRange(0, planned.matrix.local_numel)
+        targets = ranks if self._spread.everywhere else [home]
+        if is_cut:
+            self.to_home += [
+                Transfer(index, tp, everything, tp, target)
+                for target in targets
+                for tp in ranks
+                if tp != target
+            ]
+        if not self._spread.everywhere:
+            self.from_home += [
+                Transfer(index, tp if is_cut else 0, everything, home, tp)
+                for tp in ranks
+                if tp != home
+            ]
+
+
+def cut_into_rounds(transfers: Iterable[Transfer], budget_numel: int) -> tuple[Round, ...]:
+    """Cut the transfers of one hop into rounds within the budget.
+
+    A transfer that does not fit is cut; what is left of it waits for the next round, while later
+    ones that fit still go.
+
+    Args:
+        transfers: All transfers of the group, the same on every rank.
+        budget_numel: Elements that a rank may send and receive together in a round, at least 2.
+    """
+    waiting = [transfer for transfer in transfers if transfer.range.numel]
+    rounds: list[Round] = []
+    while waiting:
+        moved: Counter[int] = Counter()
+        going: list[Transfer] = []
+        left: list[Transfer] = []
+        for transfer in waiting:
+            free = budget_numel - max(moved[transfer.src], moved[transfer.dst])
+            now, later = _split(transfer, free)
+            going += now
+            left += later
+            for part in now:
+                moved[transfer.src] += part.range.numel
+                moved[transfer.dst] += part.range.numel
+        rounds.append(tuple(going))
+        waiting = left
+    return tuple(rounds)
+
+
+def _split(transfer: Transfer, numel: int) -> Iterator[list[Transfer]]:
+    """Yield what goes now, at most ``numel`` elements, and what is left."""
+    if numel <= 0:
+        yield from ([], [transfer])
+    elif transfer.range.numel <= numel:
+        yield from ([transfer], [])
+    else:
+        start, end = transfer.range.start, transfer.range.end
+        middle = start + numel
+        for low, high in ((start, middle), (middle, end)):
+            yield [
+                Transfer(
+                    transfer.index, transfer.shard, ParamRange(low, high), transfer.src,
+                    transfer.dst,
+                )
+            ]  # fmt: skip

@@ -1,0 +1,136 @@
+"""Pairs of settings of which one would have no effect: one table, checked before anything is built.
+
+Any two settings that are in no row of :data:`PAIRS` work together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_muon.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What was asked for, as far as pairs depend on it.
+
+    Attributes:
+        layout: The layout in use.
+        layout_given: The layout that a flag or the config names, ``None`` if none does.
+        distributed: Whether the optimizer is distributed.
+        param_layout: Whether DDP is given a layout (``--no-use-layer-wise-param-layout``).
+        tp_mode: Where tensor-parallel matrices are orthogonalized.
+        exchange_dtype: Dtype in which momentum and updates travel.
+        split_qkv: Whether fused projections are split.
+        split_heads: Whether heads are split.
+    """
+
+    layout: str
+    layout_given: str | None
+    distributed: bool
+    param_layout: bool
+    tp_mode: str
+    exchange_dtype: str
+    split_qkv: bool
+    split_heads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One setting of a pair.
+
+    Attributes:
+        phrase: How the command line has it; of a pair's second setting with its preposition.
+        is_made: Whether it was chosen.
+    """
+
+    phrase: str
+    is_made: Callable[[Chosen], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two settings that do not work together.
+
+    Attributes:
+        first: The one that would have no effect.
+        second: The other.
+        reason: Why.
+        advice: What to change.
+    """
+
+    first: Choice
+    second: Choice
+    reason: str
+    advice: str
+
+    def message(self) -> str:
+        """Return the error's text."""
+        return (
+            f"{self.first.phrase} has no effect {self.second.phrase}: {self.reason}. {self.advice}"
+        )
+
+
+def _moves_no_matrix(tp_mode: str) -> Choice:
+    return Choice(
+        f"with --muon-tp-mode {tp_mode}",
+        lambda c: c.tp_mode == tp_mode and not (c.distributed and c.layout == "flat"),
+    )
+
+
+_LAYOUTS = (
+    Choice("--muon-layout owner", lambda c: c.layout_given == "owner"),
+    Choice("--muon-layout flat", lambda c: c.layout_given == "flat"),
+)
+
+PAIRS: tuple[Pair, ...] = (
+    Pair(
+        Choice("--muon-split-heads", lambda c: c.split_heads),
+        Choice("with --muon-no-split-qkv", lambda c: not c.split_qkv),
+        "heads are parts of q, k and v, which stay together",
+        "Drop one of the two flags.",
+    ),
+    *(
+        Pair(
+            layout,
+            Choice("without --use-distributed-optimizer", lambda c: not c.distributed),
+            "no buffer is cut",
+            "Add that flag, or drop --muon-layout.",
+        )
+        for layout in _LAYOUTS
+    ),
+    *(
+        Pair(
+            layout,
+            Choice(
+                "with --no-use-layer-wise-param-layout",
+                lambda c: c.distributed and not c.param_layout,
+            ),
+            "DDP is then given no layout",
+            "Drop one of the two flags.",
+        )
+        for layout in _LAYOUTS
+    ),
+    *(
+        Pair(
+            Choice("--muon-exchange-dtype bf16", lambda c: c.exchange_dtype == "bf16"),
+            _moves_no_matrix(tp_mode),
+            "each rank works on its own shard, and no momentum or update travels",
+            "Drop --muon-exchange-dtype, or use --muon-tp-mode owner or --muon-layout flat.",
+        )
+        for tp_mode in ("distributed", "blockwise")
+    ),
+)
+"""Every pair that is refused, in the order in which they are looked for."""
+
+
+def check_pairs(chosen: Chosen) -> None:
+    """Check that no setting is made ineffective by another.
+
+    Raises:
+        ConfigurationError: One is; the message names both and what to change.
+    """
+    for pair in PAIRS:
+        if pair.first.is_made(chosen) and pair.second.is_made(chosen):
+            raise ConfigurationError(pair.message())

@@ -1,0 +1,212 @@
+"""Settings, and pairs of settings: each works, or is an error that names the flag to change."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from megatron_muon import MuonConfig
+from megatron_muon.bookkeeping.routing import SplitRules
+from megatron_muon.errors import ConfigurationError
+from megatron_muon.integration.install import install, uninstall
+from megatron_muon.optimizer.compatibility import PAIRS
+from megatron_muon.optimizer.config import EXCHANGE_DTYPES, LAYOUTS, TP_MODES, resolve
+
+DISTRIBUTED = {"use_layer_wise_distributed_optimizer": True}
+
+CHOICES = {
+    "--muon-split-heads": {"muon_split_heads": True},
+    "--muon-split-gated-fc1": {"muon_split_gated_fc1": True},
+    "--muon-no-split-qkv": {"muon_split_qkv": False},
+    **{f"--muon-layout {layout}": {"muon_layout": layout} for layout in LAYOUTS},
+    **{f"--muon-tp-mode {mode}": {"muon_tp_mode": mode} for mode in TP_MODES},
+    **{f"--muon-exchange-dtype {dtype}": {"muon_exchange_dtype": dtype}
+       for dtype in EXCHANGE_DTYPES},
+    "--muon-gather-budget-mib": {"muon_gather_budget_mib": 1.0},
+    "--use-distributed-optimizer": DISTRIBUTED,
+    "--no-use-distributed-optimizer": {"use_layer_wise_distributed_optimizer": False},
+}  # fmt: skip
+"""What a user can choose, and the fields of the config that it becomes."""
+
+REFUSED = {
+    ("--muon-split-heads", "--muon-no-split-qkv"),
+    ("--muon-layout owner", "--no-use-distributed-optimizer"),
+    ("--muon-layout flat", "--no-use-distributed-optimizer"),
+    ("--muon-tp-mode distributed", "--muon-exchange-dtype bf16"),
+    ("--muon-tp-mode blockwise", "--muon-exchange-dtype bf16"),
+}
+"""The pairs that cannot work, written out once more by hand."""
+
+
+def fields(choice):
+    return set(CHOICES[choice])
+
+
+def resolved(*choices, layout=None, **changes):
+    # A layout is only there to be chosen with a distributed optimizer.
+    values = {"optimizer": "muon", "lr": 0.1} | DISTRIBUTED
+    for choice in choices:
+        values |= CHOICES[choice]
+    return resolve(MuonConfig(**values | changes), layout)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pair for pair in combinations(CHOICES, 2) if not fields(pair[0]) & fields(pair[1])],
+    ids=" ".join,
+)
+def test_each_pair_works_or_names_the_flag(pair):
+    if pair in REFUSED:
+        with pytest.raises(ConfigurationError) as caught:
+            resolved(*pair)
+        for choice in pair:
+            assert choice.replace("--no-use", "--use") in str(caught.value)
+        return
+    settings = resolved(*pair)
+    assert settings.layout is None or settings.layout in LAYOUTS
+
+
+def test_every_row_of_the_table_is_tested():
+    """The two rows of a layout that DDP is not given can only be written on the command line."""
+    by_command_line = [pair for pair in PAIRS if "param-layout" in pair.second.phrase]
+    assert len(by_command_line) == 2
+    assert len(PAIRS) == len(REFUSED) + len(by_command_line)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.first.phrase + pair.second.phrase)
+def test_a_message_names_both_and_what_to_change(pair):
+    assert pair.message().startswith(f"{pair.first.phrase} has no effect ")
+    assert pair.second.phrase in pair.message()
+    assert any(word in pair.advice for word in ("Drop", "Add"))
+
+
+@pytest.mark.parametrize("mode", ["distributed", "blockwise"])
+def test_pieces_of_the_flat_layout_travel_in_every_mode(mode):
+    flags = (f"--muon-tp-mode {mode}", "--muon-exchange-dtype bf16")
+    assert resolved(*flags, "--muon-layout flat").exchange_dtype == "bf16"
+    assert resolved(*flags, layout="flat").layout == "flat"
+    with pytest.raises(ConfigurationError, match="--muon-exchange-dtype bf16 has no effect"):
+        resolved(*flags, "--muon-layout owner")
+    with pytest.raises(ConfigurationError, match="--muon-exchange-dtype bf16 has no effect"):
+        resolved(*flags, "--no-use-distributed-optimizer", layout="flat")
+
+
+# Values.
+
+
+def test_defaults():
+    settings = resolved()
+    assert settings.layout == "owner"
+    assert settings.gather_budget_nbytes == 64 * 2**20
+    assert settings.exchange_dtype == "fp32"
+    assert settings.splits == SplitRules(qkv=True, gated_fc1=False, heads=False)
+
+
+def test_what_is_given_is_used():
+    settings = resolved(
+        "--muon-split-heads", "--muon-split-gated-fc1", "--muon-layout flat",
+        "--muon-exchange-dtype bf16", muon_gather_budget_mib=0.00390625,
+    )  # fmt: skip
+    assert settings.layout == "flat"
+    assert settings.gather_budget_nbytes == 4096
+    assert settings.exchange_dtype == "bf16"
+    assert settings.splits == SplitRules(qkv=True, gated_fc1=True, heads=True)
+    values = settings.to_dict()
+    assert (values["split_heads"], values["split_gated_fc1"]) == (True, True)
+    assert (values["exchange_dtype"], values["gather_budget_nbytes"]) == ("bf16", 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"muon_gather_budget_mib": 0.0}, ["--muon-gather-budget-mib", "0.0", "4 KiB"]),
+        ({"muon_gather_budget_mib": -1.0}, ["--muon-gather-budget-mib", "-1.0", "4 KiB"]),
+        ({"muon_gather_budget_mib": 0.003}, ["--muon-gather-budget-mib", "0.003", "0.00390625"]),
+        ({"muon_gather_budget_mib": float("nan")}, ["--muon-gather-budget-mib", "nan"]),
+        ({"muon_gather_budget_mib": float("inf")}, ["--muon-gather-budget-mib", "inf"]),
+        ({"muon_exchange_dtype": "fp16"}, ["--muon-exchange-dtype", "'fp16'", "fp32, bf16"]),
+        ({"muon_layout": "diagonal"}, ["--muon-layout", "'diagonal'", "owner, flat"]),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_is_named_with_what_is_legal(changes, parts):
+    with pytest.raises(ConfigurationError) as caught:
+        resolved(**changes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_layouts_of_install_and_of_the_config_must_agree():
+    assert resolved(layout="flat").layout == "flat"
+    with pytest.raises(ConfigurationError, match=r"--muon-layout is owner.*layout='flat'"):
+        resolved("--muon-layout owner", layout="flat")
+
+
+# The command line.
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Return a function that parses and validates a command line as Megatron does."""
+    import sys
+
+    from tests.unit_tests.test_preflight import SMALL
+
+    uninstall()
+    install(device="cpu")
+    from megatron.training.arguments import parse_args, validate_args
+
+    def of(*flags):
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", *SMALL, "--optimizer", "muon", *flags])
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        monkeypatch.setenv("RANK", "0")
+        args = parse_args()
+        validate_args(args)
+        return args
+
+    yield of
+    uninstall()
+
+
+def test_the_flags_reach_the_arguments(parse):
+    args = parse(
+        *"--use-distributed-optimizer --muon-layout flat --muon-gather-budget-mib 0.5".split(),
+        *"--muon-exchange-dtype bf16 --muon-split-gated-fc1 --muon-split-heads --swiglu".split(),
+    )
+    settings = resolve(args, None)
+    assert settings.layout == "flat"
+    assert settings.gather_budget_nbytes == 2**19
+    assert settings.exchange_dtype == "bf16"
+    assert settings.splits == SplitRules(qkv=True, gated_fc1=True, heads=True)
+    plain = parse()
+    assert plain.muon_gather_budget_mib is None
+    assert not plain.muon_split_heads
+    assert resolve(plain, None).splits == SplitRules()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-distributed-optimizer --muon-layout flat --no-use-layer-wise-param-layout",
+        "--use-distributed-optimizer --muon-layout owner --no-use-layer-wise-param-layout",
+        "--muon-layout flat",
+        "--muon-split-heads --muon-no-split-qkv",
+        "--muon-tp-mode blockwise --muon-exchange-dtype bf16",
+        "--muon-gather-budget-mib 0",
+    ],
+)
+def test_a_command_line_that_cannot_work_is_refused_with_its_flags(parse, flags):
+    with pytest.raises(ConfigurationError) as caught:
+        parse(*flags.split())
+    assert flags.split()[-1] in str(caught.value) or flags.split()[-2] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--muon-split-heads", "--muon-split-gated-fc1", "--muon-exchange-dtype bf16",
+     "--muon-gather-budget-mib 3", "--muon-layout flat"],
+)  # fmt: skip
+def test_our_flags_are_refused_with_another_optimizer(parse, flag):
+    with pytest.raises(ConfigurationError, match=rf"{flag.split()[0]} has no effect with .* adam"):
+        parse("--optimizer", "adam", *flag.split())

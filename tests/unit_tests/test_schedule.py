@@ -1,0 +1,405 @@
+"""The schedule: within the budget, and after it every piece has been home and back.
+
+The four hops are carried out here in plain Python, over all ranks of a grid at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import product
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.bookkeeping import schedule as schedule_module
+from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.matrix import LogicalMatrix, whole
+from megatron_muon.bookkeeping.plan import (
+    Grid,
+    GridSize,
+    OwnedMatrix,
+    PlannedMatrix,
+    held_by,
+    held_by_slices,
+    make_plan,
+)
+from megatron_muon.bookkeeping.schedule import (
+    Position,
+    Spread,
+    Transfer,
+    cut_into_micro_groups,
+    cut_into_rounds,
+    make_schedule,
+)
+
+SPREADS = {
+    "owner": Spread(whole=True, everywhere=False),
+    "duplicated": Spread(whole=True, everywhere=True),
+    "shards": Spread(whole=False, everywhere=True),
+}
+PLENTY = 10**9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan on a grid, and a budget in elements."""
+
+    plan: tuple[PlannedMatrix, ...]
+    dp: int
+    tp: int
+    budget: int
+
+    def schedules(self, spread):
+        return {
+            (dp, tp): make_schedule(
+                self.plan, Position(dp=dp, tp=tp, tp_size=self.tp), spread, self.budget
+            )
+            for dp, tp in product(range(self.dp), range(self.tp))
+        }
+
+    def items(self):
+        """Every matrix with its index, place of home and whether it is cut."""
+        for i, planned in enumerate(self.plan):
+            yield i, planned, planned.matrix.tp_dim is not None
+
+
+def plan_of(owned, dp, tp):
+    return make_plan(owned, {Grid(): GridSize(dp, tp)}, 5).matrices
+
+
+@st.composite
+def cases(draw):
+    """Matrices of owners and others cut by the slices of a bucket, with and without tensor cut."""
+    dp, tp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    owned, cursor = [], 0
+    shapes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), max_size=9))
+    is_flat = [draw(st.booleans()) for _ in shapes]
+    matrices = [
+        LogicalMatrix(
+            f"m{i}", (rows * tp, columns), whole(rows * tp),
+            tp_dim=draw(st.sampled_from([0, None])), tp_size=tp,
+        )
+        for i, (rows, columns) in enumerate(shapes)
+    ]  # fmt: skip
+    numel = sum(m.local_numel for m, flat in zip(matrices, is_flat, strict=True) if flat)
+    bucket = (0, -(-(numel + draw(st.integers(0, 20))) // dp) * dp or dp)
+    for matrix, flat in zip(matrices, is_flat, strict=True):
+        if flat:
+            range_ = cursor, cursor + matrix.local_numel
+            pieces = tuple(held_by_slices(range_, bucket, dp))
+            cursor += matrix.local_numel
+        else:
+            pieces = held_by(draw(st.integers(0, dp - 1)), matrix)
+        owned.append(OwnedMatrix(matrix=matrix, pieces=pieces))
+    budget = draw(st.one_of(st.integers(2, 40), st.just(PLENTY)))
+    return Case(plan_of(owned, dp, tp), dp, tp, budget)
+
+
+spreads = pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
+
+
+@spreads
+@given(cases())
+def test_no_rank_moves_more_than_the_budget(spread, case):
+    for schedule in case.schedules(spread).values():
+        for group in schedule:
+            for round_ in (*group.to_row, *group.to_home, *group.from_home, *group.from_row):
+                moved = Counter()
+                for transfer in round_:
+                    assert transfer.src != transfer.dst
+                    moved[transfer.src] += transfer.range.numel
+                    moved[transfer.dst] += transfer.range.numel
+                assert 0 < max(moved.values()) <= case.budget
+
+
+@spreads
+@given(cases())
+def test_all_members_of_a_group_have_the_same_rounds(spread, case):
+    """A data-parallel group has one ``tp``, a tensor-parallel group one ``dp``."""
+    schedules = case.schedules(spread)
+    for (dp, tp), schedule in schedules.items():
+        for group, column, row in zip(schedule, schedules[0, tp], schedules[dp, 0], strict=True):
+            assert group.indices == column.indices == row.indices
+            assert (group.to_row, group.from_row) == (column.to_row, column.from_row)
+            assert (group.to_home, group.from_home) == (row.to_home, row.from_home)
+
+
+# What is known of an element where it lies: (matrix, shard, element), or its update.
+
+
+@dataclass
+class Grids:
+    """What every rank of the grid has: of each matrix the elements of each shard.
+
+    Attributes:
+        held: Pieces, then shards, then wholes on the way in.
+        updates: The same on the way out.
+    """
+
+    held: dict = field(default_factory=lambda: defaultdict(dict))
+    updates: dict = field(default_factory=lambda: defaultdict(dict))
+
+
+def carry(memory, rounds, to_place):
+    """Carry out rounds; whoever sends must have what it sends."""
+    for round_ in rounds:
+        arrived = []
+        for t in round_:
+            for element in range(t.range.start, t.range.end):
+                key = t.index, t.shard, element
+                arrived.append((to_place(t.dst), key, memory[to_place(t.src)][key]))
+        for place, key, value in arrived:
+            memory[place][key] = value
+
+
+def carry_out(case, spread):
+    """Return the updates of all ranks after the four hops of all micro-groups."""
+    schedules = case.schedules(spread)
+    places = list(schedules)
+    after = defaultdict(dict)
+    for number in range(len(schedules[0, 0])):
+        groups = {place: schedule[number] for place, schedule in schedules.items()}
+        grids = Grids()
+        for place in places:
+            for i in groups[place].indices:
+                planned = case.plan[i]
+                piece = planned.owned.piece_of(place[0])
+                shard = place[1] if planned.matrix.tp_dim is not None else 0
+                if piece is not None:
+                    for element in range(piece.range.start, piece.range.end):
+                        grids.held[place][i, shard, element] = (i, shard, element)
+        for tp in range(case.tp):
+            carry(grids.held, groups[0, tp].to_row, lambda dp, tp=tp: (dp, tp))
+        if spread.whole:
+            for dp in range(case.dp):
+                carry(grids.held, groups[dp, 0].to_home, lambda tp, dp=dp: (dp, tp))
+        work(case, spread, groups[0, 0].indices, grids)
+        if spread.whole:
+            for dp in range(case.dp):
+                carry(grids.updates, groups[dp, 0].from_home, lambda tp, dp=dp: (dp, tp))
+        for tp in range(case.tp):
+            carry(grids.updates, groups[0, tp].from_row, lambda dp, tp=tp: (dp, tp))
+        for place, updates in grids.updates.items():
+            after[place] |= updates
+    return after
+
+
+def work(case, spread, indices, grids):
+    """Who works on a matrix must have all of it; it makes the update of what it works on."""
+    for i in indices:
+        planned = case.plan[i]
+        is_cut = planned.matrix.tp_dim is not None
+        for tp in range(case.tp) if spread.everywhere else [planned.home.tp]:
+            place = planned.home.dp, tp
+            shards = (range(case.tp) if spread.whole else [tp]) if is_cut else [0]
+            for shard, element in product(shards, range(planned.matrix.local_numel)):
+                key = i, shard, element
+                assert grids.held[place][key] == key
+                grids.updates[place][key] = "update", key
+
+
+def assert_complete(case, after):
+    """Every rank has the update of every element of its pieces."""
+    for (dp, tp), (i, planned, is_cut) in product(
+        product(range(case.dp), range(case.tp)), case.items()
+    ):
+        piece = planned.owned.piece_of(dp)
+        for element in range(piece.range.start, piece.range.end) if piece else []:
+            key = i, tp if is_cut else 0, element
+            assert after[dp, tp][key] == ("update", key)
+
+
+@spreads
+@given(cases())
+@settings(max_examples=60)
+def test_every_piece_reaches_the_home_and_every_update_comes_back(spread, case):
+    assert_complete(case, carry_out(case, spread))
+
+
+STRADDLING = Case(
+    plan_of(
+        [
+            OwnedMatrix(matrix=matrix, pieces=tuple(held_by_slices(range_, (0, 30), 3)))
+            for matrix, range_ in (
+                (LogicalMatrix("cut", (6, 4), whole(6), tp_dim=0, tp_size=2), (2, 14)),
+                (LogicalMatrix("copied", (3, 4), whole(3), tp_size=2), (15, 27)),
+            )
+        ],
+        3, 2,
+    ),
+    3, 2, 5,
+)  # fmt: skip
+
+
+@spreads
+@pytest.mark.parametrize("hop", ["to_row", "to_home", "from_home", "from_row"])
+def test_a_transfer_left_out_is_seen(spread, hop):
+    """The mutant of the simulation, for each hop that a spread has."""
+    original = schedule_module.cut_into_rounds
+    hops = schedule_module._Hops
+
+    class Forgetful(hops):
+        def add(self, index, planned):
+            super().add(index, planned)
+            del getattr(self, hop)[:1]
+
+    has_hop = any(
+        getattr(group, hop) for schedule in STRADDLING.schedules(spread).values()
+        for group in schedule
+    )  # fmt: skip
+    # Replicated matrices have copies, so that a forgotten one of these need not be missed.
+    assert has_hop == (spread.whole and (hop != "from_home" or not spread.everywhere)) or (
+        hop in ("to_row", "from_row")
+    )
+    if not has_hop:
+        return
+    with mock.patch.object(schedule_module, "_Hops", Forgetful), pytest.raises(KeyError):
+        assert_complete(STRADDLING, carry_out(STRADDLING, spread))
+    assert original is schedule_module.cut_into_rounds
+
+
+transfers = st.lists(
+    st.builds(
+        lambda i, shard, start, numel, src, step: Transfer(
+            i, shard, ParamRange(start, start + numel), src, (src + step) % 4
+        ),
+        st.integers(0, 5), st.integers(0, 2), st.integers(0, 30), st.integers(0, 30),
+        st.integers(0, 3), st.integers(1, 3),
+    ),
+    max_size=10,
+)  # fmt: skip
+
+
+def elements(moves):
+    return Counter(
+        (t.index, t.shard, t.src, t.dst, element)
+        for t in moves
+        for element in range(t.range.start, t.range.end)
+    )
+
+
+@given(transfers, st.integers(1, 50))
+def test_rounds_carry_every_element_of_every_transfer_once(moves, budget):
+    rounds = cut_into_rounds(moves, budget)
+    assert elements(t for round_ in rounds for t in round_) == elements(moves)
+    assert all(round_ and all(t.range.numel for t in round_) for round_ in rounds)
+
+
+@given(transfers)
+def test_what_fits_travels_in_one_round(moves):
+    assert len(cut_into_rounds(moves, PLENTY)) == (1 if elements(moves) else 0)
+
+
+@given(transfers, st.integers(1, 50))
+def test_a_round_ends_only_where_a_rank_is_full(moves, budget):
+    """What waits has an end that moves the whole budget, so rounds are not more than needed."""
+    rounds = cut_into_rounds(moves, budget)
+    for number, round_ in enumerate(rounds):
+        moved = Counter()
+        for t in round_:
+            moved[t.src] += t.range.numel
+            moved[t.dst] += t.range.numel
+        for t in (t for later in rounds[number + 1 :] for t in later):
+            assert max(moved[t.src], moved[t.dst]) == budget
+
+
+@given(cases())
+def test_micro_groups_cover_every_matrix_once_within_the_bound(case):
+    """No rank holds, or moves in one hop, more than the budget, unless of a single matrix."""
+    groups = cut_into_micro_groups(case.plan, case.tp, case.budget)
+    assert sorted(i for group in groups for i in group) == list(range(len(case.plan)))
+    for group in groups:
+        loads = defaultdict(Counter)
+        for i in group:
+            planned = case.plan[i]
+            home, numel = planned.home, planned.matrix.local_numel
+            loads["held", home][i] += planned.matrix.numel
+            for piece in planned.owned.pieces:
+                if piece.rank != home.dp:
+                    loads["row", home.dp][i] += piece.range.numel
+                    loads["row", piece.rank][i] += piece.range.numel
+            for tp in range(case.tp):
+                if tp != home.tp:
+                    loads["column", home.dp, home.tp][i] += numel
+                    loads["column", home.dp, tp][i] += numel
+        assert all(load.total() <= case.budget or len(load) == 1 for load in loads.values())
+
+
+@spreads
+@given(cases())
+def test_what_fits_takes_one_group_and_one_round_a_hop(spread, case):
+    case = replace(case, budget=PLENTY)
+    for schedule in case.schedules(spread).values():
+        assert len(schedule) == (1 if case.plan else 0)
+        for group in schedule:
+            hops = group.to_row, group.to_home, group.from_home, group.from_row
+            assert all(len(rounds) <= 1 for rounds in hops)
+
+
+@given(cases(), st.randoms())
+def test_order_of_the_matrices_given_does_not_matter(case, random):
+    """Groups and rounds name the same matrices, though the plan's list is in another order."""
+    order = list(range(len(case.plan)))
+    random.shuffle(order)
+    shuffled = replace(case, plan=tuple(case.plan[i] for i in order))
+
+    def named(case, schedules):
+        def rounds(hop):
+            return [
+                [(case.plan[t.index].matrix.name, t.shard, t.range, t.src, t.dst) for t in round_]
+                for round_ in hop
+            ]
+
+        return {
+            place: [
+                (
+                    [case.plan[i].matrix.name for i in group.indices],
+                    *map(rounds, (group.to_row, group.to_home, group.from_home, group.from_row)),
+                )
+                for group in schedule
+            ]
+            for place, schedule in schedules.items()
+        }
+
+    spread = SPREADS["owner"]
+    assert named(case, case.schedules(spread)) == named(shuffled, shuffled.schedules(spread))
+
+
+def test_homes_take_turns():
+    """Each of four homes has a matrix in each run, the costliest of each in the first."""
+    owned = []
+    for i in range(12):
+        size = 8 - i // 4
+        matrix = LogicalMatrix(f"m{i:02d}", (size, size), whole(size))
+        owned.append(OwnedMatrix(matrix=matrix, pieces=held_by(i % 4, matrix)))
+    plan = plan_of(owned, 4, 1)
+    groups = cut_into_micro_groups(plan, 1, 64)
+    assert len(groups) == 3
+    for group in groups:
+        assert sorted(plan[i].home.dp for i in group) == [0, 1, 2, 3]
+    flops = [sum(plan[i].flops for i in group) for group in groups]
+    assert flops == sorted(flops, reverse=True)
+
+
+def test_only_pieces_of_other_rows_travel_far():
+    """Of a matrix that the home's row owns nothing crosses rows; a replicated one is sent once."""
+    cut = LogicalMatrix("cut", (6, 4), whole(6), tp_dim=0, tp_size=2)
+    copied = LogicalMatrix("copied", (3, 4), whole(3), tp_size=2)
+    plan = plan_of([OwnedMatrix(matrix=m, pieces=held_by(0, m)) for m in (cut, copied)], 2, 2)
+    at_owner = tuple(replace(p, home=replace(p.home, dp=0)) for p in plan)
+    schedules = Case(at_owner, 2, 2, PLENTY).schedules(SPREADS["owner"])
+    for (dp, _), (group,) in schedules.items():
+        assert group.to_row == group.from_row == ()
+        assert [sum(t.range.numel for t in round_) for round_ in group.to_home] == [12][: dp == 0]
+        assert [sum(t.range.numel for t in round_) for round_ in group.from_home] == (
+            [24] if dp == 0 else []
+        )
+    away = tuple(replace(p, home=replace(p.home, dp=1)) for p in plan)
+    schedules = Case(away, 2, 2, PLENTY).schedules(SPREADS["owner"])
+    sent = sum(
+        t.range.numel for tp in range(2) for g in schedules[0, tp] for r in g.to_row for t in r
+    )
+    assert sent == cut.numel + copied.numel
