@@ -23,6 +23,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "install": "megatron_muon.integration.install",
     "uninstall": "megatron_muon.integration.install",
+    "Muon": "megatron_muon.optimizer.flat",
+    "zeropower_via_newtonschulz5": "megatron_muon.optimizer.flat",
+    "adjust_lr_wd_for_muon": "megatron_muon.optimizer.flat",
     "MuonConfig": "megatron_muon.optimizer.config",
     "LayerWiseMuonOptimizer": "megatron_muon.optimizer.layer_wise",
     "MuonDistMeta": "megatron_muon.bookkeeping.dist_meta",

@@ -1,17 +1,20 @@
-"""Exchange with homes: a matrix's shards travel to its one home, the update's shards back.
+"""Movement of matrices' pieces between the ranks of one group, in bounded scratch.
 
-One all-to-all carries the shards of a whole micro-group of matrices. No rank but the home
-receives a whole matrix.
+:class:`Exchange` carries out the rounds of a schedule: one all-to-all each, in which a piece goes
+from the rank that has it to the rank that needs it and to no other. :func:`gather_flat` is the
+plain way, an all-gather to everyone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from megatron_muon.bookkeeping.schedule import Round, Transfer
+from megatron_muon.collectives.arena import Arena
 
 
 @dataclass(slots=True)
@@ -22,16 +25,15 @@ class Traffic:
     nbytes: int = 0
     peak_scratch_nbytes: int = 0
 
-    def count(self, received: torch.Tensor, own_numel: int, scratch_nbytes: int) -> None:
+    def count(self, received_nbytes: int, scratch_nbytes: int) -> None:
         """Count one collective."""
         self.calls += 1
-        self.nbytes += (received.numel() - own_numel) * received.element_size()
+        self.nbytes += received_nbytes
         self.peak_scratch_nbytes = max(self.peak_scratch_nbytes, scratch_nbytes)
 
-    def count_reductions(self, calls: int, nbytes: int) -> None:
-        """Count all-reduces by what they sum up."""
-        self.calls += calls
-        self.nbytes += nbytes
+    def clear(self) -> None:
+        """Start again from zero."""
+        self.calls = self.nbytes = self.peak_scratch_nbytes = 0
 
     def add(self, other: Traffic) -> None:
         """Add another count of the same step."""
@@ -40,108 +42,134 @@ class Traffic:
         self.peak_scratch_nbytes = max(self.peak_scratch_nbytes, other.peak_scratch_nbytes)
 
 
-class ShardExchange:
-    """Moves flat shards between the ranks of one tensor-parallel group.
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How data travels.
 
-    Every rank of the group enters every call with the same homes and sizes, which come from the
-    plan alone.
+    Attributes:
+        dtype: Dtype of what is sent.
+        device: Device of the buffers.
+        arena: Where the buffers come from.
+        traffic: Where collectives are counted.
+        budget_nbytes: Bytes that a rank may send and receive in one collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
-        """Exchange over ``group``; ``None`` or a group of one rank moves nothing."""
+    dtype: torch.dtype
+    device: torch.device
+    arena: Arena
+    traffic: Traffic
+    budget_nbytes: int
+
+    @property
+    def budget_numel(self) -> int:
+        """The budget in elements."""
+        return self.budget_nbytes // self.dtype.itemsize
+
+
+Read = Callable[[Transfer, torch.Tensor], None]
+"""Fills a flat buffer with what a transfer sends."""
+
+Write = Callable[[Transfer, torch.Tensor], None]
+"""Stores what a transfer brought."""
+
+
+class Exchange:
+    """Carries out rounds of transfers over one group.
+
+    Every rank of the group enters :meth:`run` with the same rounds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, wire: Wire) -> None:
+        """Exchange over ``group``; ``None`` is a group of one rank, which has no rounds."""
         self.group = group
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self._traffic = traffic
+        self._wire = wire
 
-    def to_homes(
-        self, shards: Sequence[torch.Tensor], homes: Sequence[int]
-    ) -> list[list[torch.Tensor]]:
-        """Send each shard to its matrix's home.
+    def run(self, rounds: Sequence[Round], read: Read, write: Write) -> None:
+        """Send and receive every transfer.
 
         Args:
-            shards: This rank's shard of each matrix, same shape on all ranks.
-            homes: Rank of the group that each matrix goes to.
-
-        Returns:
-            For each matrix, the shards of all ranks in rank order where this rank is the home,
-            else an empty list.
+            rounds: One collective each.
+            read: Called for each transfer that this rank sends.
+            write: Called for each transfer that this rank receives; the buffer it is given is
+                scratch, so it copies.
         """
-        if self.size == 1:
-            return [[shard] for shard in shards]
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        for shard, home in zip(shards, homes, strict=True):
-            outgoing[home].append(shard)
-        mine = [shard for shard, home in zip(shards, homes, strict=True) if home == self.rank]
-        incoming = self._all_to_all(outgoing, [[s.shape for s in mine]] * self.size, shards[0])
-        arrived = iter(zip(*incoming, strict=True))
-        return [list(next(arrived)) if home == self.rank else [] for home in homes]
+        for round_ in rounds:
+            self._run_round(round_, read, write)
 
-    def from_homes(
-        self,
-        updates: Sequence[Sequence[torch.Tensor]],
-        homes: Sequence[int],
-        shapes: Sequence[torch.Size | tuple[int, ...]],
-        like: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """Send each rank its shard of every update.
+    def _run_round(self, round_: Round, read: Read, write: Write) -> None:
+        outgoing = sorted((t for t in round_ if t.src == self.rank), key=lambda t: t.dst)
+        incoming = sorted((t for t in round_ if t.dst == self.rank), key=lambda t: t.src)
+        sent, received = [0] * self.size, [0] * self.size
+        for transfer in outgoing:
+            sent[transfer.dst] += transfer.range.numel
+        for transfer in incoming:
+            received[transfer.src] += transfer.range.numel
+        wire, arena = self._wire, self._wire.arena
+        with (
+            arena.borrow(sum(sent), wire.dtype, wire.device) as send,
+            arena.borrow(sum(received), wire.dtype, wire.device) as receive,
+        ):
+            for transfer, part in _parts(outgoing, send):
+                read(transfer, part)
+            dist.all_to_all_single(receive, send, received, sent, group=self.group)
+            wire.traffic.count(receive.nbytes, send.nbytes + receive.nbytes)
+            for transfer, part in _parts(incoming, receive):
+                write(transfer, part)
 
-        Args:
-            updates: For each matrix, one shard a rank where this rank is the home, else empty.
-            homes: Rank of the group that holds each update.
-            shapes: Shape of this rank's shard of each matrix.
-            like: Tensor whose dtype and device the shards have.
 
-        Returns:
-            This rank's shard of each update.
-        """
-        if self.size == 1:
-            return [shards[0] for shards in updates]
-        outgoing = [
-            [shards[rank] for shards, home in zip(updates, homes, strict=True)
-             if home == self.rank]
-            for rank in range(self.size)
-        ]  # fmt: skip
-        incoming_shapes: list[list[torch.Size | tuple[int, ...]]] = [[] for _ in range(self.size)]
-        for shape, home in zip(shapes, homes, strict=True):
-            incoming_shapes[home].append(shape)
-        incoming = [iter(part) for part in self._all_to_all(outgoing, incoming_shapes, like)]
-        return [next(incoming[home]) for home in homes]
+def _parts(
+    transfers: Sequence[Transfer], buffer: torch.Tensor
+) -> list[tuple[Transfer, torch.Tensor]]:
+    parts = torch.split(buffer, [transfer.range.numel for transfer in transfers])
+    return list(zip(transfers, parts, strict=True)) if transfers else []
 
-    def gather(self, shards: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return for each matrix the shards of all ranks, on every rank."""
-        if self.size == 1:
-            return [[shard] for shard in shards]
-        shapes = [shard.shape for shard in shards]
-        incoming = self._all_to_all([list(shards)] * self.size, [shapes] * self.size, shards[0])
-        return [list(parts) for parts in zip(*incoming, strict=True)]
 
-    def _all_to_all(
-        self,
-        outgoing: Sequence[Sequence[torch.Tensor]],
-        incoming_shapes: Sequence[Sequence[torch.Size | tuple[int, ...]]],
-        like: torch.Tensor,
-    ) -> list[list[torch.Tensor]]:
-        """Send ``outgoing[r]`` to rank ``r``; return what came from each rank, as views."""
-        sent = [sum(t.numel() for t in part) for part in outgoing]
-        numels = [[math.prod(shape) for shape in part] for part in incoming_shapes]
-        received = [sum(part) for part in numels]
-        send = like.new_empty(sum(sent))
-        offset = 0
-        for part in outgoing:
-            for tensor in part:
-                send[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
-                offset += tensor.numel()
-        receive = like.new_empty(sum(received))
-        dist.all_to_all_single(receive, send, received, sent, group=self.group)
-        self._traffic.count(
-            receive,
-            received[self.rank],
-            (send.numel() + receive.numel()) * receive.element_size(),
-        )
-        return [
-            [flat.view(shape) for flat, shape in zip(torch.split(part, sizes), shapes, strict=True)]
-            for part, sizes, shapes in zip(
-                torch.split(receive, received), numels, incoming_shapes, strict=True
-            )
-        ]
+def gather_flat(
+    group: dist.ProcessGroup,
+    own: torch.Tensor | None,
+    numels: Sequence[int],
+    write: Callable[[int, int, torch.Tensor], None],
+    wire: Wire,
+) -> None:
+    """All-gather a flat tensor of each rank to every rank of a group, chunk by chunk.
+
+    Args:
+        group: The group; every rank enters with the same sizes.
+        own: This rank's tensor, flat; ``None`` if it has none.
+        numels: Elements of each rank's tensor.
+        write: Called with a rank, the first element and the chunk of its tensor from there on, for
+            this rank's own too; the chunk is scratch.
+        wire: How it travels; a chunk is as large as the budget allows.
+    """
+    size, longest = group.size(), max(numels)
+    chunk = max(1, min(longest, wire.budget_numel // (size + 1)))
+    with (
+        wire.arena.borrow(chunk, wire.dtype, wire.device) as send,
+        wire.arena.borrow(chunk * size, wire.dtype, wire.device) as receive,
+    ):
+        for start in range(0, longest, chunk):
+            if own is not None and start < own.numel():
+                part = own[start : start + chunk]
+                send[: part.numel()].copy_(part)
+            dist.all_gather_into_tensor(receive, send, group=group)
+            wire.traffic.count(receive.nbytes - send.nbytes, send.nbytes + receive.nbytes)
+            for rank, numel in enumerate(numels):
+                length = min(chunk, numel - start)
+                if length > 0:
+                    write(rank, start, receive[rank * chunk : rank * chunk + length])
+
+
+def reduce_flat(
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    wire: Wire,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """All-reduce a flat contiguous tensor in place, chunk by chunk within the budget."""
+    chunk = max(1, wire.budget_nbytes // (2 * x.element_size()))
+    for start in range(0, x.numel(), chunk):
+        part = x[start : start + chunk]
+        dist.all_reduce(part, op=op, group=group)
+        wire.traffic.count(part.nbytes, 2 * part.nbytes)

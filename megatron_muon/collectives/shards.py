@@ -1,34 +1,105 @@
-"""Putting tensor-parallel shards together, and cutting a whole matrix into them."""
+"""A tensor-parallel shard as a view of the whole matrix, and flat stretches of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 
-def assemble(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
-    """Join the shards of all ranks into the whole matrix.
+def shard_view(
+    whole: torch.Tensor, dim: int | None, stride: int, size: int, rank: int
+) -> torch.Tensor:
+    """View one rank's shard in a whole matrix.
 
-    With ``stride`` parts stacked along ``dim`` (gate and up projections), each shard holds its
-    piece of every part; the whole has part after part.
+    The whole is cut along ``dim`` into ``stride`` parts (stacked gate and up projections are two),
+    each part into ``size`` pieces; a shard is its piece of every part, in order.
 
     Args:
-        shards: One ``local_shape`` tensor a rank, in rank order.
-        dim: The dimension that is cut.
+        whole: The matrix, ``(M, N)``, contiguous.
+        dim: The dimension that is cut, ``None`` if every rank holds the whole.
         stride: Stacked parts.
+        size: Ranks that hold a shard.
+        rank: The rank whose shard is viewed.
+
+    Returns:
+        A view of three dimensions. Its elements in row-major order are those of the shard, which
+        has shape ``(M / size, N)`` or ``(M, N / size)``.
     """
-    if stride == 1:
-        return torch.cat(tuple(shards), dim=dim)
-    pieces = [shard.chunk(stride, dim=dim) for shard in shards]
-    return torch.cat([pieces[rank][part] for part in range(stride)
-                      for rank in range(len(shards))], dim=dim)  # fmt: skip
+    rows, columns = whole.shape
+    if dim is None:
+        return whole.view(1, rows, columns)
+    if dim == 0:
+        return whole.view(stride, size, rows // (stride * size), columns)[:, rank]
+    return whole.view(rows, stride, size, columns // (stride * size))[:, :, rank]
+
+
+def assemble(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
+    """Join the shards of all ranks, in rank order, into the whole matrix."""
+    rows, columns = shards[0].shape
+    size = len(shards)
+    whole = shards[0].new_empty(
+        (rows * size, columns) if dim == 0 else (rows, columns * size)
+    )  # fmt: skip
+    for rank, shard in enumerate(shards):
+        view = shard_view(whole, dim, stride, size, rank)
+        view.copy_(shard.reshape(view.shape))
+    return whole
 
 
 def cut(whole: torch.Tensor, dim: int, stride: int, num_ranks: int) -> list[torch.Tensor]:
-    """Cut a whole matrix into one shard a rank: the inverse of :func:`assemble`."""
-    if stride == 1:
-        return list(whole.chunk(num_ranks, dim=dim))
-    pieces = whole.chunk(stride * num_ranks, dim=dim)
-    return [torch.cat([pieces[part * num_ranks + rank] for part in range(stride)], dim=dim)
-            for rank in range(num_ranks)]  # fmt: skip
+    """Cut a whole matrix into one shard a rank, copies: the inverse of :func:`assemble`."""
+    rows, columns = whole.shape
+    shape = (rows // num_ranks, columns) if dim == 0 else (rows, columns // num_ranks)
+    whole = whole.contiguous()
+    return [
+        shard_view(whole, dim, stride, num_ranks, rank).reshape(shape).clone()
+        for rank in range(num_ranks)
+    ]
+
+
+def stretch(view: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:
+    """Yield views that together are the elements ``[start, end)`` of ``view`` in row-major order.
+
+    Args:
+        view: A tensor with any strides.
+        start: First element, counted in row-major order.
+        end: End of the elements.
+
+    Yields:
+        At most two views for each dimension but the last, and one for the rest.
+    """
+    if start >= end:
+        return
+    if (start == 0 and end == view.numel()) or view.ndim == 1:
+        yield view[start:end] if view.ndim == 1 else view
+        return
+    row_numel = view.numel() // view.shape[0]
+    first, last = start // row_numel, (end - 1) // row_numel
+    if first == last:
+        yield from stretch(view[first], start - first * row_numel, end - first * row_numel)
+        return
+    if start % row_numel:
+        yield from stretch(view[first], start % row_numel, row_numel)
+        first += 1
+    full = end // row_numel
+    if full > first:
+        yield view[first:full]
+    if end % row_numel:
+        yield from stretch(view[full], 0, end % row_numel)
+
+
+def read_stretch(view: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
+    """Copy the elements ``[start, end)`` of ``view``, in row-major order, to the flat ``out``."""
+    offset = 0
+    for part in stretch(view, start, end):
+        out[offset : offset + part.numel()].view(part.shape).copy_(part)
+        offset += part.numel()
+
+
+def write_stretch(view: torch.Tensor, start: int, end: int, source: torch.Tensor) -> None:
+    """Copy the flat ``source`` to the elements ``[start, end)`` of ``view``, in row-major order."""
+    offset = 0
+    for part in stretch(view, start, end):
+        part.copy_(source[offset : offset + part.numel()].view(part.shape))
+        offset += part.numel()

@@ -13,20 +13,30 @@ from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.bookkeeping.plan import EVERY_OWNER, OwnedMatrix, Plan, make_plan
-from megatron_muon.bookkeeping.routing import Route, RoutingRules, check_rules_match
+from megatron_muon.bookkeeping.plan import (
+    Grid,
+    GridSize,
+    OwnedMatrix,
+    Plan,
+    held_by,
+    make_plan,
+)
+from megatron_muon.bookkeeping.routing import (
+    Route,
+    RoutingRules,
+    check_rules_match,
+    check_splits_apply,
+)
 from megatron_muon.collectives.agreement import first_difference, gather
 from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
+from megatron_muon.integration.children import build_on_layout
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
 from megatron_muon.integration.start import announce
 from megatron_muon.optimizer.config import MuonSettings, resolve
-from megatron_muon.optimizer.layer_wise import (
-    LayerWiseMuonOptimizer,
-    MuonParamLayout,
-    verify_layout,
-)
-from megatron_muon.optimizer.muon import OwnedMuon
+from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer, masters_of
+from megatron_muon.optimizer.muon import Groups, OwnedMuon
+from megatron_muon.optimizer.param_layout import MuonParamLayout, published_kind, verify_layout
 
 Routes = dict[torch.nn.Parameter, Route]
 
@@ -48,11 +58,16 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         _check_wrapping(model_chunks, settings)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         routes = _routes(model_chunks, settings)
-        _check_routes(routes, settings)
-        # Megatron's factory writes its defaults into the overrides it is given.
-        optimizer = original(config, model_chunks, dict(config_overrides or {}), groups)
+        _check_routes(routes, model_chunks, settings)
+        # The factory writes its defaults into the overrides it is given.
+        overrides = dict(config_overrides or {})
+        if published_kind(model_chunks) is None:
+            optimizer = original(config, model_chunks, overrides, groups)
+        else:
+            optimizer = build_on_layout(config, model_chunks, overrides, groups, settings)
         plan = _bind(optimizer, routes, settings, groups)
-        announce(optimizer, list(routes.values()), plan, settings, list(find_muons(optimizer)))
+        muons = [child.optimizer for child in find_muon_children(optimizer)]
+        announce(optimizer, list(routes.values()), plan, settings, muons)
         return optimizer
 
     return _get_megatron_emerging_optimizer
@@ -65,21 +80,10 @@ def registers_muon(original: EmergingOptimizerEntry) -> EmergingOptimizerEntry:
     return EmergingOptimizerEntry(
         optimizer_cls=OwnedMuon,
         init_state_fn=lambda muon, config=None: muon.init_state(),
-        config_to_kwargs=_constructor_arguments,
+        config_to_kwargs=lambda config, chunks, groups: {"settings": _resolve(config)},
         # The factory puts the configured scalar optimizer in this place.
         default_param_overrides={scalar: {"optimizer": "adam"}},
     )
-
-
-def _constructor_arguments(
-    config: OptimizerConfig, model_chunks: Sequence[Any], pg_collection: Any
-) -> dict[str, Any]:
-    del model_chunks
-    return {
-        "settings": _resolve(config),
-        "tp_group": getattr(pg_collection, "tp", None),
-        "expert_tp_group": getattr(pg_collection, "expt_tp", None),
-    }
 
 
 def _is_scalar(param: torch.nn.Parameter) -> bool:
@@ -109,6 +113,13 @@ def _check_wrapping(model_chunks: Sequence[Any], settings: MuonSettings) -> None
         ddp_config = getattr(chunk, "ddp_config", None)
         if settings.layout is not None:
             verify_layout(chunk)
+            kind = published_kind([chunk])
+            if kind not in (None, settings.layout):
+                raise ConfigurationError(
+                    f"--muon-layout is {settings.layout}, but the model was wrapped in DDP with "
+                    f"layout {kind}. Code without a command line gives the layout to "
+                    f"megatron_muon.install(layout={settings.layout!r}) before it wraps the model."
+                )
         elif getattr(ddp_config, "use_distributed_optimizer", False):
             raise ConfigurationError(
                 "DDP was told use_distributed_optimizer=True, so each rank has a part of the "
@@ -123,59 +134,106 @@ def _routes(model_chunks: Sequence[Any], settings: MuonSettings) -> Routes:
         param: getattr(param, ROUTE, None) for chunk in model_chunks for param in chunk.parameters()
     }
     rules = RoutingRules(exclude=settings.exclude, include=settings.include)
-    routes = route_chunks(model_chunks, rules, settings.split_qkv)
+    routes = route_chunks(model_chunks, rules, settings.splits)
     layouts = [getattr(chunk, "full_param_layout", None) for chunk in model_chunks]
     published = [layout for layout in layouts if isinstance(layout, MuonParamLayout)]
     if published:
-        placed = {param for layout in published for param in layout.placements}
+        placed = {
+            param
+            for layout in published
+            for key, buffer in layout.layouts.items()
+            if key.is_managed_by_layer_wise_optimizer
+            for param in buffer.param_index_map
+        }
         for param, route in routes.items():
             check_same_route(route, tagged[param], param in placed)
-            if route.optimizer == "scalar" and not getattr(param, "allreduce", True):
-                raise UnsupportedError(
-                    f"{route.facts.name} is an expert's and belongs to the scalar optimizer, which "
-                    "Megatron cannot shard over the expert data-parallel group yet. Train experts "
-                    "without biases, or give --no-use-layer-wise-param-layout."
-                )
     return routes
 
 
-def _check_routes(routes: Routes, settings: MuonSettings) -> None:
-    """Check over all pipeline stages that every rule matches and that there is a matrix."""
+def _check_routes(routes: Routes, model_chunks: Sequence[Any], settings: MuonSettings) -> None:
+    """Check over all pipeline stages that every rule matches and that there is a matrix.
+
+    A model whose matrices are all frozen is trained by the scalar optimizer alone, as asked for.
+    """
     world = dist.group.WORLD
     assert world is not None
     names = [route.facts.name for route in routes.values()]
     num_matrices = sum(route.matrix is not None for route in routes.values())
-    gathered = gather((names, num_matrices), world)
-    every_name = [name for names, _ in gathered for name in names]
+    num_frozen = sum(
+        not param.requires_grad and param.dim() >= 2
+        for chunk in model_chunks
+        for param in chunk.parameters()
+    )
+    blocks = sorted({b.name for route in routes.values() if route.matrix is not None
+                     for b in route.matrix.blocks})  # fmt: skip
+    gathered = gather((names, num_matrices, num_frozen, blocks), world)
+    every_name = [name for names, *_ in gathered for name in names]
     check_rules_match(every_name, RoutingRules(exclude=settings.exclude, include=settings.include))
-    if not any(count for _, count in gathered):
-        example = f" (its first parameter is {every_name[0]})" if every_name else ""
-        raise ConfigurationError(
-            f"--optimizer muon: none of the model's {len(set(every_name))} trainable parameters "
-            f"is a matrix for Muon{example}. Use --optimizer adam, or check --muon-exclude and "
-            "the frozen parameters."
-        )
+    if any(count for _, count, *_ in gathered):
+        check_splits_apply((name for *_, found in gathered for name in found), settings.splits)
+        return
+    if any(frozen for _, _, frozen, _ in gathered):
+        return
+    example = f" (its first parameter is {every_name[0]})" if every_name else ""
+    raise ConfigurationError(
+        f"--optimizer muon: none of the model's {len(set(every_name))} trainable parameters "
+        f"is a matrix for Muon{example}. Use --optimizer adam, or check --muon-exclude."
+    )
 
 
 def _bind(optimizer: Any, routes: Routes, settings: MuonSettings, groups: Any) -> Plan:
     """Make the plan, compare it across ranks, and tell each Muon its part."""
     matrices = {p: route.matrix for p, route in routes.items() if route.matrix is not None}
     layer_wise = _find_layer_wise(optimizer)
+    grids = _grids(layer_wise, groups)
+    sizes = {grid: GridSize(_size(g.dp), _size(g.tp)) for grid, g in grids.items()}
     if layer_wise is None:
-        owned = [OwnedMatrix(matrix=m, owner=EVERY_OWNER) for m in matrices.values()]
-        plan = make_plan(owned, 1, settings.num_ns_steps)
+        owned = [OwnedMatrix(matrix=m, pieces=held_by(0, m)) for m in matrices.values()]
+        buffer_numel = None
     else:
         owned = list(layer_wise.owned_matrices(matrices))
-        num_owners = layer_wise.dp_cp.size() if layer_wise.dp_cp is not None else 1
-        plan = make_plan(owned, num_owners, settings.num_ns_steps, layer_wise.buffer_numel)
+        buffer_numel = layer_wise.buffer_numel
+    one_rank_each = settings.tp_mode == "owner"
+    plan = make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each)
     _compare_plans(plan, settings, groups)
     if layer_wise is not None:
         layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
-    planned = {item.matrix.name: item for item in plan.matrices}
-    bound = {param: planned[matrix.name] for param, matrix in matrices.items()}
-    for muon in find_muons(optimizer):
-        muon.bind(bound)
+    for child in find_muon_children(optimizer):
+        masters = {
+            matrices[param].name: master
+            for param, master in masters_of(child).items()
+            if param in matrices
+        }
+        used = {item.owned.grid for item in plan.matrices}
+        stepped = {grid for grid in used if _steps(child.optimizer, grid, layer_wise)}
+        # A rank without matrices has an empty Muon, as one whose experts are all frozen.
+        device = next((param.device for param in routes), torch.device("cpu"))
+        child.optimizer.bind(plan, {grid: grids[grid] for grid in stepped}, masters, device)
     return plan
+
+
+def _grids(layer_wise: LayerWiseMuonOptimizer | None, groups: Any) -> dict[Grid, Groups]:
+    """Return the process groups of every grid; without distribution no data-parallel ones."""
+    return {
+        Grid(expert_parallel, expert_tp): Groups(
+            dp=None if layer_wise is None
+            else layer_wise.expt_dp if expert_parallel else layer_wise.dp_cp,
+            tp=getattr(groups, "expt_tp" if expert_tp else "tp", None),
+        )
+        for expert_parallel in (False, True)
+        for expert_tp in (False, True)
+    }  # fmt: skip
+
+
+def _steps(muon: OwnedMuon, grid: Grid, layer_wise: LayerWiseMuonOptimizer | None) -> bool:
+    """Whether a Muon steps the matrices of a grid: the owner layout has one Muon for all."""
+    if layer_wise is not None and layer_wise.kind != "flat":
+        return True
+    return bool(muon.param_groups[0]["is_expert_parallel"]) == grid.expert_parallel
+
+
+def _size(group: Any) -> int:
+    return 1 if group is None else int(group.size())
 
 
 def _compare_plans(plan: Plan, settings: MuonSettings, groups: Any) -> None:
@@ -210,15 +268,13 @@ def _rank_in(groups: Any, name: str) -> int:
     return group.rank() if group is not None else 0
 
 
-def find_muons(optimizer: Any) -> Iterator[OwnedMuon]:
-    """Yield every Muon inside Megatron's chain of optimizers."""
-    if isinstance(optimizer, OwnedMuon):
-        yield optimizer
-    elif hasattr(optimizer, "chained_optimizers"):
+def find_muon_children(optimizer: Any) -> Iterator[Any]:
+    """Yield every wrapper in Megatron's chain of optimizers whose torch optimizer is a Muon."""
+    if hasattr(optimizer, "chained_optimizers"):
         for child in optimizer.chained_optimizers:
-            yield from find_muons(child)
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield from find_muons(optimizer.optimizer)
+            yield from find_muon_children(child)
+    elif isinstance(getattr(optimizer, "optimizer", None), OwnedMuon):
+        yield optimizer
 
 
 def _find_layer_wise(optimizer: Any) -> LayerWiseMuonOptimizer | None:

@@ -92,22 +92,6 @@ def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
             "--optimizer muon does not train with --fp16 yet, as megatron-core's does not: use "
             "--bf16."
         )
-    distributed = (
-        args.use_distributed_optimizer
-        or args.optimizer == "dist_muon"
-        # Megatron moves the flag here when it has validated the arguments once.
-        or getattr(args, "use_layer_wise_distributed_optimizer", False)
-    )
-    if args.muon_layout and not distributed:
-        yield (
-            f"--muon-layout {args.muon_layout} has no effect without --use-distributed-optimizer: "
-            "add that flag, or drop this one."
-        )
-    if args.muon_layout and not args.use_layer_wise_param_layout:
-        yield (
-            f"--muon-layout {args.muon_layout} has no effect with "
-            "--no-use-layer-wise-param-layout: drop one of them."
-        )
     if args.muon_report is not None and args.rank == 0:
         folder = os.path.dirname(os.path.abspath(args.muon_report))
         if not os.path.isdir(folder):

@@ -13,7 +13,7 @@ from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.collectives.agreement import gather, gather_distinct
 from megatron_muon.integration.capabilities import capabilities
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.muon import OwnedMuon, own_load
+from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
 
 
@@ -40,7 +40,9 @@ def announce(
     # A tied embedding is on two pipeline stages.
     rows = list({row["name"]: row for part, _ in parts for row in part}.values())
     plans = [part for _, part in parts]
-    summary = plan_summary(plans, gather(own_load(muons), world))
+    loads = [muon.own_load() for muon in muons]
+    own_load = (sum(flops for flops, _ in loads), sum(numel for _, numel in loads))
+    summary = plan_summary(plans, gather(own_load, world))
     if world.rank() == 0:
         print("\n".join(_lines(rows, plans, summary, settings)), flush=True)
     if settings.report is not None:
@@ -73,4 +75,12 @@ def _lines(
             "  WARNING: --muon-tp-mode blockwise orthogonalizes each tensor-parallel shard by "
             "itself, so the optimizer changes with the tensor-parallel size; owner does not."
         )
+    whole = [row["name"] for row in rows if "WARNING" in row["reason"]]
+    if whole:
+        yield (
+            f"  WARNING: {len(whole)} weights whose heads --muon-split-heads does not know stay "
+            f"whole, {whole[0]} first; --muon-report lists them."
+        )
+    if not num_matrices:
+        yield "  WARNING: every matrix is frozen, so Muon steps nothing."
     yield "  " + "; ".join(str(capability) for capability in capabilities())

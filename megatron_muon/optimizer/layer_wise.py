@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.bookkeeping.dist_meta import BufferRange, MuonDistMeta
-from megatron_muon.bookkeeping.layout import (
-    LayoutItem,
-    OwnerLayout,
-    Placement,
-    compute_owner_layout,
+from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
+from megatron_muon.bookkeeping.matrix import LogicalMatrix
+from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by, held_by_slices
+from megatron_muon.errors import PlanError, UnsupportedError
+from megatron_muon.optimizer.muon import OwnedMuon
+from megatron_muon.optimizer.param_layout import (
+    MuonParamLayout,
+    buffers_of,
+    compute_param_layout,
+    holds_matrices,
+    published_kind,
+    verify_layout,
 )
-from megatron_muon.bookkeeping.matrix import LogicalMatrix, whole
-from megatron_muon.bookkeeping.plan import EVERY_OWNER, OwnedMatrix
-from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
-
-
-@dataclass
-class MuonParamLayout(FullParamLayout):
-    """Megatron's layout of a model chunk, with the owner layouts it was made from.
-
-    Attributes:
-        owner_layouts: One for each buffer that holds matrices.
-        placements: Where each matrix lies, by model parameter.
-    """
-
-    owner_layouts: list[OwnerLayout] = field(default_factory=list)
-    placements: dict[torch.nn.Parameter, Placement] = field(default_factory=dict)
 
 
 class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
-    """Layer-wise distributed Muon: every matrix is stepped by the one rank that owns it.
+    """Distributed Muon: each matrix is orthogonalized whole and once, in either of two layouts.
 
-    ``compute_full_param_layout`` publishes a layout in which each matrix lies whole inside one
-    owner's shard of a bucket; DDP builds its buffers from it; the constructor verifies that the
-    buffers in use are those. Parameters that are not matrices live in Megatron's byte-sharded
-    ``DistributedOptimizer``.
+    ``compute_full_param_layout`` publishes a layout, DDP builds its buffers from it, and the
+    constructor verifies that the buffers in use are those.
+
+    * Owner layout: a matrix lies whole inside one owner's shard of a bucket, and that rank holds
+      its master and momentum.
+    * Flat layout: buckets are cut in equal shards wherever that falls, as for Megatron's
+      ``DistributedOptimizer``, which holds flat pieces of the masters here too. No padding.
+
+    Parameters that are not matrices live in a byte-sharded ``DistributedOptimizer`` of their own.
     """
 
     @staticmethod
@@ -60,28 +53,20 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         """Lay out the parameters of one model chunk, buffer by buffer.
 
         Args:
-            params: Trainable parameters in forward order, routed.
+            params: Trainable parameters in forward order, routed; :data:`LAYOUT` on the matrices
+                says which layout.
             bucket_size: Elements of a bucket, ``None`` for one bucket.
             data_parallel_world_size: Ranks that shard dense parameters.
             ddp_config: Megatron's ``DistributedDataParallelConfig``.
             expert_data_parallel_world_size: Ranks that shard expert parameters.
         """
-        layout = MuonParamLayout()
-        groups = group_params_for_buffers(params, ddp_config.grad_reduce_in_fp32)
-        for key, (members, param_indices) in groups.items():
-            num_shards = data_parallel_world_size
-            if key.is_expert_parallel and expert_data_parallel_world_size is not None:
-                num_shards = expert_data_parallel_world_size
-            if key.is_managed_by_layer_wise_optimizer:
-                owner_layout = _owner_layout(members, bucket_size, num_shards, ddp_config)
-                layout.owner_layouts.append(owner_layout)
-                layout.placements.update(zip(members, owner_layout.placements, strict=True))
-                layout.layouts[key] = _as_megatron(owner_layout, members, param_indices)
-            else:
-                layout.layouts[key] = DistributedOptimizer._compute_per_buffer_param_layout(
-                    members, bucket_size, num_shards, ddp_config, param_indices
-                )
-        return layout
+        return compute_param_layout(
+            params,
+            bucket_size,
+            data_parallel_world_size,
+            ddp_config,
+            expert_data_parallel_world_size,
+        )
 
     def __init__(
         self,
@@ -107,19 +92,36 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         chunks = model_chunks or []
         for chunk in chunks:
             verify_layout(chunk)
+        self.kind = published_kind(chunks)
         self.dist_metas: dict[torch.nn.Parameter, MuonDistMeta] = {}
-        self._buckets: list[list[BufferRange]] = []
-        self._placements: dict[torch.nn.Parameter, tuple[int, Placement]] = {}
-        self._index_buffers(chunks)
+        self._buffers = [
+            buffer
+            for chunk in chunks
+            if isinstance(getattr(chunk, "full_param_layout", None), MuonParamLayout)
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        if self.kind == "flat":
+            self._init_flat(optimizers, config, pg_collection, init_state_fn_list, chunks)
+        else:
+            self._init_owner(optimizers, config, pg_collection, init_state_fn_list, chunks)
+
+    def _init_owner(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        config: OptimizerConfig,
+        pg_collection: Any,
+        init_fns: list[Callable[..., None]] | None,
+        chunks: list[Any],
+    ) -> None:
+        """Let Megatron narrow the optimizers to what this rank owns, and wrap them."""
         if not config.bf16 and not config.fp16:
             # Megatron wraps the children for bf16 only; a raw child dies at its first step.
-            init_fns: Sequence[Any] = init_state_fn_list or len(optimizers) * (None,)
             optimizers = [FP32Optimizer(o, config, fn)
-                          for o, fn in zip(optimizers, init_fns, strict=True)]  # fmt: skip
-        super().__init__(optimizers, config, pg_collection, init_state_fn_list, chunks)
+                          for o, fn in zip(optimizers, init_fns or len(optimizers) * (None,),
+                                           strict=True)]  # fmt: skip
+        super().__init__(optimizers, config, pg_collection, init_fns, chunks)
         # DDP's hooks gather the parameters, so DDP's config decides and not the optimizer's.
-        ddp_configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
-        self.overlap_param_gather = any(config.overlap_param_gather for config in ddp_configs)
+        self.overlap_param_gather = _overlaps_param_gather(chunks)
         if self.overlap_param_gather and not self.use_buffer_param_sync:
             if self._broadcasts:
                 raise UnsupportedError(
@@ -127,6 +129,53 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
                     "gathers of uneven size, which gloo does not have. Drop one of the two flags."
                 )
             self.set_bucket_layerwise_params_list(chunks)
+
+    def _init_flat(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        config: OptimizerConfig,
+        pg_collection: Any,
+        init_fns: list[Callable[..., None]] | None,
+        chunks: list[Any],
+    ) -> None:
+        """Put a byte-sharded ``DistributedOptimizer`` around the matrices of each grid."""
+        self.pg_collection = pg_collection
+        self.dp_cp, self.expt_dp = pg_collection.dp_cp, pg_collection.expt_dp
+        self.dp_cp_params_list: Any = None
+        self.expt_dp_params_list: Any = None
+        groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
+            pg_collection, chunks, use_gloo_process_groups=False
+        )
+        children = []
+        for optimizer, init_fn in zip(optimizers, init_fns or [], strict=True):
+            for part in split_by_expert(optimizer):
+                is_expert = part.param_groups[0]["is_expert_parallel"]
+                child = DistributedOptimizer(
+                    part,
+                    config,
+                    None,
+                    init_fn,
+                    model_chunks=chunks,
+                    per_model_buffers=buffers_of(chunks, is_expert, of_matrices=True),
+                    data_parallel_group=groups[
+                        "intra_expt_dp_group" if is_expert else "intra_dp_cp_group"
+                    ],
+                    data_parallel_group_gloo=None,
+                    data_parallel_group_idx=groups[
+                        "expt_tp_pp_group" if is_expert else "mp_group"
+                    ].rank(),
+                    distributed_optimizer_instance_id=0,
+                )
+                child.grad_stats_parallel_group = groups["intra_dist_opt_group"]
+                child.tp_group = pg_collection.tp
+                child.expert_tp_group = getattr(pg_collection, "expt_tp", pg_collection.tp)
+                # This optimizer gathers the matrices' buckets, once, when all children are done.
+                child._defer_param_sync = True
+                children.append(child)
+        super(LayerWiseDistributedOptimizer, self).__init__(children)
+        self.model_chunks = chunks
+        self.use_buffer_param_sync = True
+        self.overlap_param_gather = _overlaps_param_gather(chunks)
 
     @property
     def _broadcasts(self) -> bool:
@@ -142,25 +191,31 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             super().allgather_params()
 
     def owned_matrices(
-        self, matrices: dict[torch.nn.Parameter, LogicalMatrix]
+        self, matrices: Mapping[torch.nn.Parameter, LogicalMatrix]
     ) -> Iterator[OwnedMatrix]:
-        """Yield where each matrix of this pipeline stage lies and who steps it.
+        """Yield where each matrix of this pipeline stage lies and who holds it.
 
         Args:
             matrices: Logical matrix of each model parameter that belongs to Muon.
         """
         owners = self._listed_owners()
+        places = self._places()
         for param, matrix in matrices.items():
             if not self.use_buffer_param_sync:
-                yield OwnedMatrix(matrix=matrix, owner=owners.get(param, EVERY_OWNER))
+                yield OwnedMatrix(matrix=matrix, pieces=held_by(owners.get(param, 0), matrix))
                 continue
-            buffer_idx, placement = self._placements[param]
+            buffer_idx, (start, end, bucket_idx) = places[param]
+            buffer = self._buffers[buffer_idx]
             yield OwnedMatrix(
                 matrix=matrix,
-                owner=placement.owner,
+                pieces=held_by_slices(
+                    (start, end),
+                    buffer.bucket_indices[bucket_idx],
+                    buffer.data_parallel_group.size(),
+                ),
                 buffer_idx=buffer_idx,
-                bucket_idx=placement.bucket_idx,
-                range=(placement.range.start, placement.range.end),
+                bucket_idx=bucket_idx,
+                range=(start, end),
             )
 
     @property
@@ -169,64 +224,60 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         if not self.use_buffer_param_sync:
             return None
         return sum(
-            owner_layout.numel
-            for chunk in self.model_chunks
-            if isinstance(chunk.full_param_layout, MuonParamLayout)
-            for owner_layout in chunk.full_param_layout.owner_layouts
+            int(buffer.bucket_indices[-1][1]) for buffer in self._buffers if holds_matrices(buffer)
         )
 
-    def record_ownership(self, owned: dict[torch.nn.Parameter, OwnedMatrix]) -> None:
-        """Make the bookkeeping record of each matrix this rank owns, and check it.
+    def record_ownership(self, owned: Mapping[torch.nn.Parameter, OwnedMatrix]) -> None:
+        """Make the bookkeeping record of each matrix this rank holds a part of, and check it.
 
         Args:
             owned: The matrices of this pipeline stage.
 
         Raises:
-            PlanError: A matrix is stepped here but does not lie whole in this rank's shards, or
-                lies here and is not stepped.
+            PlanError: What lies in this rank's shards is not what this rank steps.
         """
-        stepped = {param for child in self.chained_optimizers for param in _model_params(child)}
+        stepped = {
+            param: master.numel()
+            for child in self.chained_optimizers
+            for param, master in masters_of(child).items()
+        }
         for param, matrix in owned.items():
             if matrix.range is None:
                 continue
-            meta = self._meta(param, matrix)
-            if (meta.local_range == meta.global_range) != (param in stepped):
+            meta = self._meta(matrix)
+            assert meta.local_range is not None
+            numel = meta.local_range[1] - meta.local_range[0]
+            if numel != stepped.get(param, 0):
                 raise PlanError(
                     f"{matrix.matrix.name} lies at {meta.global_range} of buffer "
                     f"{meta.buffer_idx}, this rank's slice holds {meta.local_range}, and this rank "
-                    f"{'steps' if param in stepped else 'does not step'} it."
+                    f"steps {stepped.get(param, 0)} of its elements."
                 )
-            if param in stepped:
+            if numel:
                 self.dist_metas[param] = meta
 
-    def _meta(self, param: torch.nn.Parameter, owned: OwnedMatrix) -> MuonDistMeta:
+    def _meta(self, owned: OwnedMatrix) -> MuonDistMeta:
         """Return where a matrix lies and how much of it lies in this rank's shard."""
         assert owned.range is not None
-        matrix = owned.matrix
+        matrix, buffer = owned.matrix, self._buffers[owned.buffer_idx]
         meta = MuonDistMeta(
             owned.buffer_idx, owned.bucket_idx, matrix.local_shape, owned.range,
             -1 if matrix.tp_dim is None else matrix.tp_dim,
         )  # fmt: skip
-        group = self.expt_dp if matrix.expert_parallel else self.dp_cp
-        rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
-        bucket = self._buckets[owned.buffer_idx][owned.bucket_idx]
-        shard = bucket.numel // size
-        start = bucket.start + rank * shard
+        group = buffer.data_parallel_group
+        bucket_start, bucket_end = buffer.bucket_indices[owned.bucket_idx]
+        shard = (bucket_end - bucket_start) // group.size()
+        start = bucket_start + group.rank() * shard
         meta.set_local_buffer_range((start, start + shard))
         return meta
 
-    def _index_buffers(self, chunks: Sequence[Any]) -> None:
-        """Number the buffers of all chunks and find each matrix in them."""
-        for chunk in chunks:
-            layout = getattr(chunk, "full_param_layout", None)
-            if layout is None:
-                continue
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                buffer_idx = len(self._buckets)
-                self._buckets.append([BufferRange(*bucket) for bucket in buffer.bucket_indices])
-                for param in buffer.param_index_map:
-                    if param in layout.placements:
-                        self._placements[param] = (buffer_idx, layout.placements[param])
+    def _places(self) -> dict[torch.nn.Parameter, tuple[int, tuple[int, int, int]]]:
+        """Return for each parameter its buffer and its start, end and bucket there."""
+        return {
+            param: (buffer_idx, place)
+            for buffer_idx, buffer in enumerate(self._buffers)
+            for param, place in buffer.param_index_map.items()
+        }
 
     def _listed_owners(self) -> dict[torch.nn.Parameter, int]:
         owners: dict[torch.nn.Parameter, int] = {}
@@ -236,92 +287,42 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         return owners
 
 
-def verify_layout(chunk: Any) -> None:
-    """Check that a model chunk's buffers are those of a layout this class published.
+def masters_of(child: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Return what a wrapped child steps on this rank, by model parameter.
 
-    A chunk whose DDP all-reduces has none, and one without trainable parameters needs none.
-
-    Raises:
-        ConfigurationError: Another layout was given to DDP.
-        PlanError: DDP's buffers are not those of the layout.
+    Args:
+        child: A ``DistributedOptimizer``, which steps flat pieces, or one of Megatron's other
+            wrappers, which step whole parameters.
     """
-    layout = getattr(chunk, "full_param_layout", None)
-    ddp_config = getattr(chunk, "ddp_config", None)
-    if layout is None and not getattr(ddp_config, "use_distributed_optimizer", False):
-        return
-    if layout is not None and not layout.layouts:
-        return
-    if not isinstance(layout, MuonParamLayout):
-        raise ConfigurationError(
-            "The model was wrapped in DDP with a parameter layout that megatron-muon did not "
-            "make, so its matrices may be cut across ranks. Call megatron_muon.install() before "
-            "the model is built; code that builds DistributedDataParallel itself calls "
-            "tag_params_for_buffer_routing(chunks) first and passes full_param_layout="
-            "LayerWiseDistributedOptimizer.compute_full_param_layout(...), both from "
-            "megatron.core.optimizer.layer_wise_optimizer."
-        )
-    published = {id(buffer.param_index_map) for buffer in layout.layouts.values()}
-    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-        shards = buffer.data_parallel_group.size()
-        if id(buffer.param_index_map) not in published:
-            raise PlanError(
-                f"A DDP buffer of {len(buffer.params)} parameters is not laid out as published. "
-                "Pass the layout of compute_full_param_layout to DistributedDataParallel as is."
-            )
-        if buffer.num_optimizer_shards not in (None, shards):
-            raise PlanError(
-                f"A DDP buffer of {len(buffer.params)} parameters is laid out for "
-                f"{buffer.num_optimizer_shards} shards, its data-parallel group has {shards} "
-                "ranks. Compute the layout with the size of the group DDP reduces over."
-            )
+    if isinstance(child, DistributedOptimizer):
+        pairs = [
+            (child.model_float16_groups, child.shard_fp32_from_float16_groups),
+            (child.model_fp32_groups, child.shard_fp32_groups),
+        ]
+    elif hasattr(child, "float16_groups"):
+        pairs = [
+            (child.float16_groups, child.fp32_from_float16_groups),
+            (child.fp32_from_fp32_groups, child.fp32_from_fp32_groups),
+        ]
+    else:
+        own = [group["params"] for group in child.optimizer.param_groups]
+        pairs = [(own, own)]
+    return {
+        param: master
+        for models, masters in pairs
+        for model_group, master_group in zip(models, masters, strict=True)
+        for param, master in zip(model_group, master_group, strict=True)
+    }
 
 
-def _model_params(child: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the model parameters that a wrapped child steps on this rank."""
-    masters = getattr(child, "float16_groups", None)
-    if masters is None:
-        for group in child.param_groups:
-            yield from group["params"]
-        return
-    for group in (*masters, *child.fp32_from_fp32_groups):
-        yield from group
+def split_by_expert(optimizer: Any) -> Iterator[OwnedMuon]:
+    """Yield one Muon for dense groups and one for expert-parallel ones, where there are any."""
+    for is_expert in (False, True):
+        groups = [g for g in optimizer.param_groups if g["is_expert_parallel"] == is_expert]
+        if groups:
+            yield OwnedMuon(groups, optimizer.settings)
 
 
-def _owner_layout(
-    params: Sequence[Any], bucket_size: int | None, num_owners: int, ddp_config: Any
-) -> OwnerLayout:
-    items = [
-        LayoutItem(
-            numel=p.data.nelement(),
-            flops=_matrix_of(p).ns_flops(1),
-            alone=getattr(p, "shared_embedding", False),
-        )
-        for p in params
-    ]
-    alignment = LayerWiseDistributedOptimizer._shard_divisor(num_owners, ddp_config)
-    return compute_owner_layout(items, bucket_size, num_owners, alignment)
-
-
-def _matrix_of(param: Any) -> LogicalMatrix:
-    """Return the logical matrix of a routed parameter, for one routed by other code its shard."""
-    route = getattr(param, "muon_route", None)
-    if route is not None and route.matrix is not None:
-        return route.matrix  # type: ignore[no-any-return]
-    rows, columns = param.shape
-    return LogicalMatrix("", (rows, columns), whole(rows))
-
-
-def _as_megatron(
-    layout: OwnerLayout, params: Sequence[Any], param_indices: list[int]
-) -> PerBufferParamLayout:
-    return PerBufferParamLayout(
-        param_index_map={
-            param: (placement.range.start, placement.range.end, placement.bucket_idx)
-            # DDP walks parameters in backward order and expects bucket ids to rise.
-            for param, placement in reversed(list(zip(params, layout.placements, strict=True)))
-        },
-        bucket_indices=[(bucket.start, bucket.end) for bucket in layout.buckets],
-        per_bucket_numel_unpadded=list(layout.unpadded_numel),
-        param_indices=param_indices,
-        num_optimizer_shards=layout.num_owners,
-    )
+def _overlaps_param_gather(chunks: Sequence[Any]) -> bool:
+    ddp_configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+    return any(config.overlap_param_gather for config in ddp_configs)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bookkeeping.plan import EVERY_OWNER, Plan
+from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import ConfigurationError
+from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.muon import OwnedMuon, StepAccount
+from megatron_muon.optimizer.muon import OwnedMuon
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
             "flops": 0,
         }
         if item is not None:
-            owner = item.owned.owner
-            owners = range(plan.num_owners) if owner == EVERY_OWNER else [owner]
             row["blocks"] = [
-                {"name": block.name, "shape": [block.num_rows, item.matrix.shape[1]]}
+                {"name": block.name, "shape": list(shape)}
                 for block in item.matrix.blocks
+                for shape in block.matrix_shapes(item.matrix.shape)
             ]
-            row["owner_ranks"] = [{"data": rank, "tensor": item.home} for rank in owners]
+            row["owner_ranks"] = [
+                {"data": piece.rank, "tensor": item.home.tp} for piece in item.owned.pieces
+            ]
+            row["home"] = {"data": item.home.dp, "tensor": item.home.tp}
             row["flops"] = item.flops
         rows.append(row)
     return rows
@@ -72,7 +75,9 @@ def plan_summary(plans: Sequence[Plan], loads: Sequence[tuple[int, int]]) -> dic
         "fingerprint": fingerprints[0] if len(plans) == 1 else joined,
         "flops_max_over_mean": _max_over_mean(flops),
         "numel_max_over_mean": _max_over_mean(numel),
-        "padding_ratio": sum(plan.buffer_numel for plan in plans) / param_numel,
+        "padding_ratio": sum(plan.buffer_numel for plan in plans) / param_numel
+        if param_numel
+        else 1.0,
     }
 
 
@@ -206,7 +211,7 @@ def record_steps(optimizer: Any, muons: Sequence[OwnedMuon], report: Report) -> 
 
     def recorded_step(*args: Any, **kwargs: Any) -> Any:
         for muon in muons:
-            muon.account = StepAccount()
+            muon.account.clear()
         result = step(*args, **kwargs)
         account = StepAccount()
         for muon in muons:

@@ -110,13 +110,12 @@ from megatron.core.models.gpt import gpt_model
 
 build = gpt_model.GPTModel.__init__
 
-def freeze_matrices(self, *args, **kwargs):
+def keep_from_muon(self, *args, **kwargs):
     build(self, *args, **kwargs)
     for param in self.parameters():
-        if param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False):
-            param.requires_grad = False
+        param.use_muon = False
 
-gpt_model.GPTModel.__init__ = freeze_matrices
+gpt_model.GPTModel.__init__ = keep_from_muon
 runpy.run_path({STOCK_STYLE!r}, run_name="__main__")
 """
 

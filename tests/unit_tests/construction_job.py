@@ -7,23 +7,23 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.unit_tests import law_job
-from tests.unit_tests.law_job import (
+from megatron_muon.testing.law.build import (
     build_model,
+    find_muons,
     optimizer_config,
     parallel_state,
     parameters,
     transformer_config,
     wrap,
 )
-from tests.unit_tests.law_model import Case
+from megatron_muon.testing.law.case import Case
+from megatron_muon.testing.law.model import FFN, HIDDEN
 
 TAG = "is_managed_by_layer_wise_optimizer"
 TP2 = Case(tp=2)
@@ -137,7 +137,8 @@ def changed_after_wrapping() -> None:
 
 
 def reduced_by_shards() -> None:
-    build(DP2, wrap(DP2, build_model(DP2)), use_layer_wise_distributed_optimizer=False)
+    chunks = wrap(DP2, build_model(DP2))
+    build(DP2, chunks, use_layer_wise_distributed_optimizer=False, muon_layout=None)
 
 
 def uneven_gathers() -> None:
@@ -161,17 +162,20 @@ def unequal_routes() -> None:
 
 
 def unequal_owners() -> None:
-    """Rank 1 lays the matrices out in another order of owners."""
-    from megatron_muon.bookkeeping import layout
+    """Rank 1 lays two matrices of one shape out in the other's place."""
+    from megatron_muon.optimizer import param_layout
 
-    flipped = dist.get_rank() == 1
-    pack = layout._pack
+    original = param_layout._as_megatron
 
-    def flip(*args: Any) -> Any:
-        shards = pack(*args)
-        return list(reversed(shards)) if flipped else shards
+    def swapped(*args: Any) -> Any:
+        made = original(*args)
+        if dist.get_rank() == 1:
+            places, shape = made.param_index_map, (2 * FFN, HIDDEN)
+            first, second = [param for param in places if tuple(param.shape) == shape]
+            places[first], places[second] = places[second], places[first]
+        return made
 
-    with mock.patch.object(layout, "_pack", flip):
+    with mock.patch.object(param_layout, "_as_megatron", swapped):
         build(DP2, wrap(DP2, build_model(DP2)))
 
 
@@ -180,7 +184,17 @@ def unequal_settings() -> None:
 
 
 def no_matrix() -> None:
-    build(replace(DP2, trained="layernorm|bias|embedding"))
+    chunks = build_model(DP2)
+    for _, param in parameters(chunks):
+        param.use_muon = False  # type: ignore[attr-defined]
+    build(DP2, wrap(DP2, chunks))
+
+
+def frozen_matrices() -> str:
+    """The scalar optimizer trains the rest, as a user who freezes all matrices asks for."""
+    optimizer = build(replace(DP2, trained="layernorm|bias|embedding"))
+    assert not list(find_muons(optimizer))
+    return type(optimizer.chained_optimizers[0]).__name__
 
 
 def exclude_nothing() -> None:
@@ -197,12 +211,9 @@ def exclude_too_late() -> None:
 
 def exclude_by_flag() -> str:
     """The flags reach both the tags and the optimizer."""
-    from megatron.training import global_vars
-
-    args = SimpleNamespace(muon_exclude=["*linear_fc1*"], muon_include=["output_layer.weight"])
-    with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
-        chunks = wrap(DP2, build_model(DP2))
-    optimizer = build(DP2, chunks, muon_exclude=args.muon_exclude, muon_include=args.muon_include)
+    case = replace(DP2, exclude="*linear_fc1*", include="output_layer.weight")
+    chunks = wrap(case, build_model(case))
+    optimizer = build(case, chunks)
     names = {param: name for name, param in parameters(chunks)}
     stepped = {names[p] for p in optimizer.chained_optimizers[0].dist_metas}
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -246,7 +257,7 @@ def plain_config() -> str:
         optimizer="muon", lr=0.1, use_layer_wise_distributed_optimizer=True, muon_momentum=0.5
     )
     chunks = wrap(TP2, build_model(TP2))
-    (muon,) = law_job.find_muons(get_megatron_optimizer(config, chunks))
+    (muon,) = find_muons(get_megatron_optimizer(config, chunks))
     return f"{muon.settings.tp_mode} {muon.settings.momentum} {muon.settings.exclude}"
 
 
@@ -255,7 +266,7 @@ def deprecated_name() -> str:
     optimizer = build(
         DP2, chunks, optimizer="dist_muon", use_layer_wise_distributed_optimizer=False
     )
-    (muon,) = law_job.find_muons(optimizer)
+    (muon,) = find_muons(optimizer)
     return f"{muon.settings.layout} {type(optimizer.chained_optimizers[0]).__name__}"
 
 
@@ -279,7 +290,7 @@ def overlap_of_ddp_decides() -> str:
 
 
 def momentum_is_made_at_once() -> str:
-    (muon,) = law_job.find_muons(build(replace(DP2, bf16=True)))
+    (muon,) = find_muons(build(replace(DP2, bf16=True)))
     params = [param for group in muon.param_groups for param in group["params"]]
     buffers = [muon.state[param]["momentum_buffer"] for param in params]
     assert all(buffer.dtype == torch.float32 for buffer in buffers)
@@ -311,7 +322,7 @@ SCENARIOS: dict[str, tuple[int, Callable[[], Any]]] = {
             include_vector, no_tags_without_a_layout, exclude_too_late, exclude_by_flag,
             other_rules_on_the_same_model,
             fp16, cpu_offload, deprecated_name, overrides_of_the_caller, overlap_of_ddp_decides,
-            momentum_is_made_at_once,
+            momentum_is_made_at_once, frozen_matrices,
         )
     },
     "plain config": (2, plain_config),

@@ -25,10 +25,10 @@ ERRORS = {
     "reduced by shards": ("ConfigurationError", "use_layer_wise_distributed_optimizer=True"),
     "uneven gathers": ("UnsupportedError", "--overlap-param-gather"),
     "two models of one name": ("PlanError", "Two matrices are named decoder.layers.0.mlp.linear"),
-    "unequal routes": ("PlanError", "rank 0 has 'decoder.layers.1.self_attention.linear_proj"),
+    "unequal routes": ("PlanError", "rank 0 has 'decoder.layers.0.mlp.linear_fc1.weight: "),
     "unequal owners": ("PlanError", "rank 0 has 'decoder.layers.0.mlp.linear_fc1.weight: "),
     "unequal settings": ("PlanError", "rank 0 has 'num_ns_steps = 5', rank 1 has 'num_ns_steps = "),
-    "no matrix": ("ConfigurationError", "none of the model's 14 trainable parameters is a matrix"),
+    "no matrix": ("ConfigurationError", "none of the model's 23 trainable parameters is a matrix"),
     "exclude nothing": ("ConfigurationError", "--muon-exclude '*.linear_fc3.*' matches no paramet"),
     "include vector": ("ConfigurationError", "--muon-include *final_layernorm.weight: decoder.fin"),
     "exclude too late": ("ConfigurationError", "sets param.use_muon before it wraps the model"),
@@ -52,6 +52,7 @@ RESULTS = {
     "overlap of ddp decides": "True False",
     "momentum is made at once": "True",
     "records of owned matrices": "8",
+    "frozen matrices": "DistributedOptimizer",
 }  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from megatron_muon.optimizer.muon import StepAccount
 from megatron_muon.optimizer.report import GROWTH_BETWEEN_WRITES, Report
+from megatron_muon.testing.law.case import Case
+from megatron_muon.testing.law.job import run_cases
+from megatron_muon.testing.law.model import blocks, logical_shapes
 from megatron_muon.testing.ranks import run_ranks
-from tests.unit_tests.law_job import run_cases
-from tests.unit_tests.law_model import Case, blocks, logical_shapes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 

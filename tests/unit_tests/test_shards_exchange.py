@@ -1,30 +1,79 @@
-"""Movement: shards to the whole and back, to homes and back, and what it costs."""
+"""Movement: shards as views of the whole, stretches of them, and what travels between ranks."""
 
 from __future__ import annotations
+
+import contextlib
+import random
+from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.collectives.exchange import ShardExchange, Traffic
-from megatron_muon.collectives.shards import assemble, cut
+from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.schedule import Transfer, cut_into_rounds
+from megatron_muon.collectives.arena import Arena
+from megatron_muon.collectives.exchange import Exchange, Traffic, Wire, gather_flat, reduce_flat
+from megatron_muon.collectives.shards import (
+    assemble,
+    cut,
+    read_stretch,
+    shard_view,
+    stretch,
+    write_stretch,
+)
 from megatron_muon.testing.ranks import run_ranks
 
 
-@given(
-    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1)
-)
-def test_cutting_and_assembling_are_inverse(ranks, stride, rows, columns, dim):
-    shape = [rows, columns]
-    shape[dim] *= ranks * stride
-    matrix = torch.arange(shape[0] * shape[1]).view(shape)
+@st.composite
+def cut_matrices(draw):
+    """A whole matrix and how it is cut: ``(whole, dim, stride, ranks)``."""
+    ranks, stride = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dim = draw(st.sampled_from([0, 1, None]))
+    shape = [draw(st.integers(1, 3)), draw(st.integers(1, 3))]
+    if dim is not None:
+        shape[dim] *= ranks * stride
+    return torch.arange(shape[0] * shape[1]).view(shape), dim, stride, ranks
+
+
+@given(cut_matrices())
+def test_cutting_and_assembling_are_inverse(case):
+    matrix, dim, stride, ranks = case
+    if dim is None:
+        return
     shards = cut(matrix, dim, stride, ranks)
     assert len(shards) == ranks
     assert {tuple(shard.shape) for shard in shards} == {
-        tuple(n // ranks if d == dim else n for d, n in enumerate(shape))
+        tuple(n // ranks if d == dim else n for d, n in enumerate(matrix.shape))
     }
     assert torch.equal(assemble(shards, dim, stride), matrix)
+    # A cut is a copy.
+    shards[0].zero_()
+    assert matrix.flatten().tolist() == list(range(matrix.numel()))
+
+
+@given(cut_matrices())
+def test_a_view_is_the_shard_and_all_views_are_the_whole(case):
+    """A shard is its rank's piece of each of the stacked parts, one after the other."""
+    matrix, dim, stride, ranks = case
+    for rank in range(ranks):
+        view = shard_view(matrix, dim, stride, ranks, rank)
+        assert view.ndim == 3
+        parts = [matrix] if dim is None else matrix.chunk(stride, dim)
+        want = parts[0] if dim is None else torch.cat(
+            [part.chunk(ranks, dim)[rank] for part in parts], dim
+        )  # fmt: skip
+        assert torch.equal(view.reshape(want.shape), want)
+        view.add_(1000 * (rank + 1))
+    each = 1000 * torch.arange(1, ranks + 1)
+    tags = matrix // 1000
+    if dim is None:
+        assert bool((tags == each.sum() // 1000).all())
+    else:
+        numels = [int((tags == rank + 1).sum()) for rank in range(ranks)]
+        assert numels == [matrix.numel() // ranks] * ranks
 
 
 def test_a_shard_of_stacked_parts_has_its_piece_of_each():
@@ -34,100 +83,222 @@ def test_a_shard_of_stacked_parts_has_its_piece_of_each():
     assert second.flatten().tolist() == [2, 3, 12, 13]
 
 
+@given(cut_matrices(), st.data())
+def test_a_stretch_is_these_elements_in_their_order(case, data):
+    matrix, dim, stride, ranks = case
+    view = shard_view(matrix, dim, stride, ranks, data.draw(st.integers(0, ranks - 1)))
+    if data.draw(st.booleans()):
+        view = view.permute(data.draw(st.permutations(range(3))))
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, view.numel())] * 2)))
+    want = view.reshape(-1)[start:end].clone()
+    parts = list(stretch(view, start, end))
+    assert len(parts) <= 2 * (view.ndim - 1) + 1
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts] or [want[:0]]), want)
+    out = torch.empty(end - start, dtype=matrix.dtype)
+    read_stretch(view, start, end, out)
+    assert torch.equal(out, want)
+    # Writing reaches these elements of the matrix and no others.
+    before = set(matrix.flatten().tolist())
+    write_stretch(view, start, end, -1 - out)
+    assert torch.equal(view.reshape(-1)[start:end], -1 - want)
+    assert set(matrix.flatten().tolist()) == (before - set(want.tolist())) | set(
+        (-1 - want).tolist()
+    )
+
+
 # On three ranks.
 
 NUM_RANKS = 3
-SHAPES = ((2, 5), (1, 1), (4, 3), (7, 2), (3, 3))
-HOMES = {
-    "spread": (0, 2, 1, 2, 0),
-    "one home": (1, 1, 1, 1, 1),
-    "a rank without": (0, 2, 2, 0, 2),
-}
+NUMELS = (10, 1, 12, 300, 9)
+BUDGETS = (16, 64, 512, 2**20)
 
 
-def shard(matrix: int, rank: int) -> torch.Tensor:
-    """Rank's shard of a matrix, transposed: not contiguous."""
-    rows, columns = SHAPES[matrix]
-    return torch.arange(float(rows * columns)).view(columns, rows).T + 100 * matrix + 1000 * rank
+def values(matrix: int, rank: int) -> torch.Tensor:
+    """What a rank has of a matrix; bf16 holds it exactly."""
+    return (torch.arange(NUMELS[matrix]) + 7 * matrix) % 64 + 64.0 * rank
 
 
-def exchange_all() -> dict[str, tuple[bool, int, int, int]]:
+def transfers(seed: int) -> list[Transfer]:
+    """Several stretches of each matrix, from random ranks to random others."""
+    rng = random.Random(seed)
+    moves = []
+    for matrix, numel in enumerate(NUMELS):
+        ends = sorted({0, numel, rng.randint(0, numel), rng.randint(0, numel)})
+        for start, end in pairwise(ends):
+            src, dst = rng.sample(range(NUM_RANKS), 2)
+            moves.append(Transfer(matrix, src, ParamRange(start, end), src, dst))
+    rng.shuffle(moves)
+    return moves
+
+
+@contextlib.contextmanager
+def seen(names):
+    """Yield the bytes that this rank sends and receives in each collective."""
     import torch.distributed as dist
 
-    return {name: exchange_once(homes, dist.get_rank()) for name, homes in HOMES.items()} | {
-        "gather": gather_once(dist.get_rank())
+    nbytes = []
+
+    def watch(original):
+        def call(*tensors, **options):
+            given = [t.nbytes for t in tensors if isinstance(t, torch.Tensor)]
+            nbytes.append(2 * given[0] if len(given) == 1 else sum(given))
+            return original(*tensors, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, watch(getattr(dist, name))))
+        yield nbytes
+
+
+def wire(budget: int, dtype: torch.dtype = torch.bfloat16) -> Wire:
+    return Wire(dtype, torch.device("cpu"), Arena(), Traffic(), budget)
+
+
+def exchange(budget: int, seed: int, mutant: bool = False):
+    """Return what is wrong, the rounds, and what was seen and counted."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    used = wire(budget)
+    moves = transfers(seed)
+    rounds = cut_into_rounds(moves, used.budget_numel)
+    if mutant and rank == 0:
+        rounds = tuple(round_[::-1] for round_ in rounds)
+    arrived = {matrix: torch.full((numel,), -1.0) for matrix, numel in enumerate(NUMELS)}
+
+    def read(transfer, out):
+        assert transfer.src == rank
+        out.copy_(values(transfer.index, rank)[transfer.range.start : transfer.range.end])
+
+    def write(transfer, part):
+        assert transfer.dst == rank
+        arrived[transfer.index][transfer.range.start : transfer.range.end].copy_(part)
+
+    with seen(["all_to_all_single"]) as nbytes:
+        Exchange(dist.group.WORLD, used).run(rounds, read, write)
+    want = {matrix: torch.full((numel,), -1.0) for matrix, numel in enumerate(NUMELS)}
+    for move in moves:
+        if move.dst == rank:
+            here = slice(move.range.start, move.range.end)
+            want[move.index][here] = values(move.index, move.src)[here]
+    wrong = [matrix for matrix in want if not torch.equal(arrived[matrix], want[matrix])]
+    received = 2 * sum(move.range.numel for move in moves if move.dst == rank)
+    right_count = (used.traffic.calls, used.traffic.nbytes) == (len(rounds), received)
+    idle = used.arena.lent_nbytes == 0 and used.traffic.peak_scratch_nbytes == max(nbytes)
+    return wrong, len(rounds), max(nbytes), right_count and idle
+
+
+def gather(budget: int, mutant: bool = False):
+    """Return what is wrong, and what was seen and counted."""
+    import torch.distributed as dist
+
+    rank, used, wrong = dist.get_rank(), wire(budget), []
+    for matrix, numel in enumerate(NUMELS):
+        # Rank 1 has nothing and the others not alike.
+        sizes = [numel, 0, numel // 2]
+        arrived = [torch.full((size,), -1.0) for size in sizes]
+
+        def write(src, start, part, arrived=arrived):
+            src = (src + 2) % NUM_RANKS if mutant and src != 1 else src
+            arrived[src][start : start + part.numel()] = part[: arrived[src].numel() - start]
+
+        own = values(matrix, rank)[: sizes[rank]] if sizes[rank] else None
+        with seen(["all_gather_into_tensor"]) as nbytes:
+            gather_flat(dist.group.WORLD, own, sizes, write, used)
+        for src, size in enumerate(sizes):
+            if not torch.equal(arrived[src], values(matrix, src)[:size]):
+                wrong.append((matrix, src))
+        if max(nbytes) > budget:
+            wrong.append((matrix, "budget"))
+    received = used.traffic.nbytes
+    return wrong, used.traffic.calls, received, used.arena.lent_nbytes
+
+
+def reduce(budget: int):
+    """Return whether sums and maxima are right, and the most bytes seen."""
+    import torch.distributed as dist
+
+    used, right, most = wire(budget, torch.float32), True, 0
+    for matrix in range(len(NUMELS)):
+        for op, combine in ((dist.ReduceOp.SUM, torch.sum), (dist.ReduceOp.MAX, torch.amax)):
+            x = values(matrix, dist.get_rank())
+            with seen(["all_reduce"]) as nbytes:
+                reduce_flat(x, dist.group.WORLD, used, op)
+            everyone = torch.stack([values(matrix, rank) for rank in range(NUM_RANKS)])
+            right &= torch.equal(x, combine(everyone, 0))
+            most = max(most, *nbytes)
+    return right, most, used.traffic.calls
+
+
+def move_all():
+    return {
+        "exchange": {
+            (budget, seed): exchange(budget, seed) for budget in BUDGETS for seed in range(4)
+        },
+        "exchange broken": exchange(2**20, 0, mutant=True),
+        "gather": {budget: gather(budget) for budget in BUDGETS},
+        "gather broken": gather(2**20, mutant=True),
+        "reduce": {budget: reduce(budget) for budget in BUDGETS},
     }
 
 
-def exchange_once(homes: tuple[int, ...], rank: int) -> tuple[bool, int, int, int]:
-    import torch.distributed as dist
-
-    traffic = Traffic()
-    exchange = ShardExchange(dist.group.WORLD, traffic)
-    every = range(len(SHAPES))
-    arrived = exchange.to_homes([shard(m, rank) for m in every], homes)
-    right = all(
-        len(parts) == (NUM_RANKS if homes[m] == rank else 0)
-        and all(torch.equal(part, shard(m, r)) for r, part in enumerate(parts))
-        for m, parts in enumerate(arrived)
-    )
-    updates = [[part * -2 for part in parts] for parts in arrived]
-    back = exchange.from_homes(updates, homes, SHAPES, torch.empty(0))
-    right &= all(torch.equal(back[m], shard(m, rank) * -2) for m in every)
-    return right, traffic.calls, traffic.nbytes, traffic.peak_scratch_nbytes
-
-
-def gather_once(rank: int) -> tuple[bool, int, int, int]:
-    import torch.distributed as dist
-
-    traffic = Traffic()
-    exchange = ShardExchange(dist.group.WORLD, traffic)
-    every = exchange.gather([shard(m, rank) for m in range(len(SHAPES))])
-    right = all(
-        torch.equal(part, shard(m, r))
-        for m, parts in enumerate(every)
-        for r, part in enumerate(parts)
-    )
-    return right, traffic.calls, traffic.nbytes, traffic.peak_scratch_nbytes
-
-
 @pytest.fixture(scope="module")
-def exchanged(tmp_path_factory):
-    return run_ranks(exchange_all, NUM_RANKS, timeout_s=60, logs=tmp_path_factory.mktemp("ranks"))
+def moved(tmp_path_factory):
+    return run_ranks(move_all, NUM_RANKS, timeout_s=60, logs=tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", HOMES)
-def test_shards_reach_their_home_and_updates_their_owner(exchanged, name):
-    numels = [4 * rows * columns for rows, columns in SHAPES]
-    for rank, results in enumerate(exchanged):
-        right, calls, nbytes, peak = results[name]
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_transfer_arrives_within_the_budget(moved, budget):
+    for seed in range(4):
+        ranks = [results["exchange"][budget, seed] for results in moved]
+        assert [wrong for wrong, *_ in ranks] == [[]] * NUM_RANKS
+        assert len({num_rounds for _, num_rounds, *_ in ranks}) == 1
+        assert all(nbytes <= budget for _, _, nbytes, _ in ranks)
+        assert all(is_counted for *_, is_counted in ranks)
+        assert (ranks[0][1] == 1) == (budget == 2**20)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_gather_brings_every_tensor_to_every_rank(moved, budget):
+    for results in moved:
+        wrong, calls, _, lent = results["gather"][budget]
+        assert (wrong, lent) == ([], 0)
+        chunk = budget // 2 // (NUM_RANKS + 1)
+        assert calls == sum(-(-numel // min(numel, chunk)) for numel in NUMELS)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_reduction_goes_chunk_by_chunk(moved, budget):
+    for results in moved:
+        right, most, calls = results["reduce"][budget]
         assert right
-        assert calls == 2
-        home = sum(n for n, home in zip(numels, HOMES[name], strict=True) if home == rank)
-        away = sum(numels) - home
-        assert nbytes == home * (NUM_RANKS - 1) + away
-        assert peak == sum(numels) + NUM_RANKS * home
+        assert most <= budget
+        assert calls == 2 * sum(-(-numel // min(numel, budget // 8)) for numel in NUMELS)
 
 
 @pytest.mark.distributed
-def test_gather_brings_every_shard_to_every_rank(exchanged):
-    numel = sum(4 * rows * columns for rows, columns in SHAPES)
-    for results in exchanged:
-        assert results["gather"] == (True, 1, numel * (NUM_RANKS - 1), numel * 2 * NUM_RANKS)
+def test_ranks_that_disagree_on_the_order_are_seen(moved):
+    """The two mutants: one rank sends in another order, and a gather takes ranks for others."""
+    assert any(results["exchange broken"][0] for results in moved)
+    assert all(results["gather broken"][0] for results in moved)
 
 
-def test_one_rank_moves_nothing():
-    traffic = Traffic()
-    exchange = ShardExchange(None, traffic)
-    own = shard(0, 0)
-    assert exchange.to_homes([own], [0])[0][0] is own
-    assert exchange.gather([own])[0][0] is own
-    assert exchange.from_homes([[own]], [0], [own.shape], own)[0] is own
-    assert traffic == Traffic()
+def test_one_rank_has_no_rounds():
+    alone = Exchange(None, wire(64))
+    alone.run((), None, None)
+    assert (alone.size, alone.rank, alone._wire.traffic) == (1, 0, Traffic())
 
 
 def test_counts_add_up():
     total = Traffic(1, 10, 100)
     total.add(Traffic(2, 5, 50))
     assert total == Traffic(3, 15, 100)
+    total.count(7, 200)
+    assert total == Traffic(4, 22, 200)
+    total.clear()
+    assert total == Traffic()

@@ -1,0 +1,257 @@
+"""The engine: momentum on pieces in, updates on the same pieces out, each matrix whole in between.
+
+Both layouts and the plain :class:`~megatron_muon.optimizer.flat.Muon` step through it. What moves
+is decided by the schedule, how by the collectives; here both meet the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.plan import PlannedMatrix
+from megatron_muon.bookkeeping.schedule import MicroGroup, Transfer, make_schedule
+from megatron_muon.collectives.shards import read_stretch, write_stretch
+from megatron_muon.errors import PlanError
+from megatron_muon.optimizer.gathered import gathered_update
+from megatron_muon.optimizer.station import Station
+from megatron_muon.optimizer.together import orthogonalize_together
+
+Read = Callable[[PlannedMatrix], torch.Tensor]
+"""Returns what is orthogonalized of this rank's piece of a matrix, flat, fp32; scratch."""
+
+Apply = Callable[[PlannedMatrix, torch.Tensor], None]
+"""Takes the update of this rank's piece of a matrix, flat, fp32; it is scratch."""
+
+Tensors = dict[int, torch.Tensor]
+"""By the matrix's place in the plan."""
+
+
+class Engine:
+    """Orthogonalizes the matrices of one data x tensor grid; every rank of the grid steps it."""
+
+    def __init__(self, plan: Sequence[PlannedMatrix], station: Station) -> None:
+        """Make the schedule.
+
+        Args:
+            plan: The matrices of the grid, ordered by name, the same on every rank.
+            station: This rank.
+
+        Raises:
+            PlanError: A matrix is cut over another number of ranks than the group has.
+            ConfigurationError: The mode cannot step a matrix.
+        """
+        self.plan, self.station = tuple(plan), station
+        self.position, self._spread = station.position, station.settings.spread
+        for planned in self.plan:
+            self._check(planned)
+        self.schedule: list[MicroGroup] = make_schedule(
+            self.plan,
+            self.position,
+            self._spread,
+            station.wire.budget_numel,
+            station.settings.budget_nbytes // torch.float32.itemsize,
+        )
+
+    def is_home(self, planned: PlannedMatrix) -> bool:
+        """Whether this rank orthogonalizes a matrix, alone or with the others of its row."""
+        if planned.home.dp != self.position.dp:
+            return False
+        return self._spread.everywhere or planned.home.tp == self.position.tp
+
+    def step(self, read: Read, apply: Apply) -> None:
+        """Orthogonalize every matrix once.
+
+        Args:
+            read: Called once for each matrix that this rank has a piece of.
+            apply: Called with the update of each such piece.
+        """
+        if self.station.settings.exchange == "gather":
+            for planned in self.plan:
+                with ExitStack() as scratch:
+                    self._step_by_gather(planned, read, apply, scratch)
+            return
+        for group in self.schedule:
+            with ExitStack() as scratch:
+                self._step(group, read, apply, scratch)
+
+    def _step_by_gather(
+        self, planned: PlannedMatrix, read: Read, apply: Apply, scratch: ExitStack
+    ) -> None:
+        holds = planned.owned.piece_of(self.position.dp) is not None
+        own = self._input(planned, read) if holds else None
+        update = gathered_update(self.station, planned, own, scratch)
+        if update is not None:
+            with self.station.account.phase("update"):
+                apply(planned, update)
+
+    def _step(self, group: MicroGroup, read: Read, apply: Apply, scratch: ExitStack) -> None:
+        inputs = {i: self._input(self.plan[i], read) for i in group.indices if self._holds(i)}
+        shards = self._to_row(group, inputs, scratch)
+        inputs.clear()
+        if self._spread.whole:
+            updates = self._at_home(group, shards, scratch)
+        else:
+            updates = self._on_shards(group, shards)
+        pieces = self._from_row(group, updates, scratch)
+        with self.station.account.phase("update"):
+            for i, update in pieces.items():
+                apply(self.plan[i], update)
+
+    def _input(self, planned: PlannedMatrix, read: Read) -> torch.Tensor:
+        with self.station.account.phase("momentum"):
+            return self.station.round_(read(planned))
+
+    def _to_row(self, group: MicroGroup, inputs: Tensors, scratch: ExitStack) -> Tensors:
+        """Bring the pieces of each matrix to its home's data-parallel rank, a flat shard each."""
+        shards: Tensors = {}
+        for i in self._row(group):
+            planned = self.plan[i]
+            if planned.matrix.tp_dim is None and not self.is_home(planned):
+                continue  # this rank's copy of it is not needed
+            if planned.owned.owner == self.position.dp:
+                shards[i] = inputs[i]
+                continue
+            shards[i] = self.station.borrow(planned.matrix.local_numel, scratch)
+            if i in inputs:
+                _stretch_of(shards[i], self._range(i)).copy_(inputs[i])
+
+        def read(transfer: Transfer, out: torch.Tensor) -> None:
+            start = self._range(transfer.index).start
+            out.copy_(_stretch_of(inputs[transfer.index], transfer.range, start))
+
+        def write(transfer: Transfer, part: torch.Tensor) -> None:
+            _stretch_of(shards[transfer.index], transfer.range).copy_(part)
+
+        with self.station.account.phase("exchange"):
+            self.station.rows.run(group.to_row, read, write)
+        return shards
+
+    def _from_row(self, group: MicroGroup, updates: Tensors, scratch: ExitStack) -> Tensors:
+        """Send each data-parallel rank its piece of every update's shard."""
+        pieces: Tensors = {}
+        for i in filter(self._holds, group.indices):
+            range_ = self._range(i)
+            if self.plan[i].home.dp == self.position.dp:
+                pieces[i] = _stretch_of(updates[i], range_)
+            else:
+                pieces[i] = self.station.borrow(range_.numel, scratch)
+
+        def read(transfer: Transfer, out: torch.Tensor) -> None:
+            out.copy_(_stretch_of(updates[transfer.index], transfer.range))
+
+        def write(transfer: Transfer, part: torch.Tensor) -> None:
+            start = self._range(transfer.index).start
+            _stretch_of(pieces[transfer.index], transfer.range, start).copy_(part)
+
+        with self.station.account.phase("exchange"):
+            self.station.rows.run(group.from_row, read, write)
+        return pieces
+
+    def _at_home(self, group: MicroGroup, shards: Tensors, scratch: ExitStack) -> Tensors:
+        """From the shards of a row to the shards of its updates, by way of the whole matrices."""
+        wholes = self._to_home(group, shards, scratch)
+        self.station.orthogonalize(
+            [(whole, whole, self.plan[i].matrix.blocks) for i, whole in wholes.items()]
+        )
+        results = {i: self.station.round_(whole) for i, whole in wholes.items()}
+        return self._from_home(group, results, scratch)
+
+    def _to_home(self, group: MicroGroup, shards: Tensors, scratch: ExitStack) -> Tensors:
+        """Put the shards of each matrix together at its home."""
+        wholes: Tensors = {}
+        for i in filter(lambda i: self.is_home(self.plan[i]), self._row(group)):
+            matrix = self.plan[i].matrix
+            if not self.station.is_cut(matrix):
+                wholes[i] = shards[i].view(matrix.shape)
+                continue
+            wholes[i] = self.station.borrow(matrix.numel, scratch).view(matrix.shape)
+            view = self.station.shard_view(matrix, wholes[i], self.position.tp)
+            view.copy_(shards[i].view(view.shape))
+
+        def read(transfer: Transfer, out: torch.Tensor) -> None:
+            out.copy_(_stretch_of(shards[transfer.index], transfer.range))
+
+        def write(transfer: Transfer, part: torch.Tensor) -> None:
+            view = self._shard_of(transfer, wholes)
+            write_stretch(view, transfer.range.start, transfer.range.end, part)
+
+        with self.station.account.phase("exchange"):
+            self.station.columns.run(group.to_home, read, write)
+        return wholes
+
+    def _from_home(self, group: MicroGroup, results: Tensors, scratch: ExitStack) -> Tensors:
+        """Cut each update into the shards of its row."""
+        updates: Tensors = {}
+        for i in self._row(group):
+            matrix = self.plan[i].matrix
+            if i in results and not self.station.is_cut(matrix):
+                updates[i] = results[i].view(-1)
+                continue
+            updates[i] = self.station.borrow(matrix.local_numel, scratch)
+            if i in results:
+                view = self.station.shard_view(matrix, results[i], self.position.tp)
+                updates[i].view(view.shape).copy_(view)
+
+        def read(transfer: Transfer, out: torch.Tensor) -> None:
+            view = self._shard_of(transfer, results)
+            read_stretch(view, transfer.range.start, transfer.range.end, out)
+
+        def write(transfer: Transfer, part: torch.Tensor) -> None:
+            _stretch_of(updates[transfer.index], transfer.range).copy_(part)
+
+        with self.station.account.phase("exchange"):
+            self.station.columns.run(group.from_home, read, write)
+        return updates
+
+    def _on_shards(self, group: MicroGroup, shards: Tensors) -> Tensors:
+        """From shards to shards of updates without bringing the whole together."""
+        updates: Tensors = {}
+        for i in self._row(group):
+            matrix, station = self.plan[i].matrix, self.station
+            x = shards[i].view(matrix.local_shape)
+            if station.settings.mode == "blockwise":
+                station.orthogonalize([(x, x, matrix.local_blocks())])
+            elif not station.is_cut(matrix):
+                station.orthogonalize([(x, x, matrix.blocks)])
+            else:
+                orthogonalize_together(station, x, matrix)
+            updates[i] = station.round_(x).view(-1)
+        return updates
+
+    def _row(self, group: MicroGroup) -> list[int]:
+        """Return the matrices whose home is in this rank's row."""
+        return [i for i in group.indices if self.plan[i].home.dp == self.position.dp]
+
+    def _shard_of(self, transfer: Transfer, wholes: Tensors) -> torch.Tensor:
+        """View the shard that a transfer carries a stretch of."""
+        matrix = self.plan[transfer.index].matrix
+        return self.station.shard_view(matrix, wholes[transfer.index], transfer.shard)
+
+    def _holds(self, i: int) -> bool:
+        return self.plan[i].owned.piece_of(self.position.dp) is not None
+
+    def _range(self, i: int) -> ParamRange:
+        piece = self.plan[i].owned.piece_of(self.position.dp)
+        assert piece is not None
+        return piece.range
+
+    def _check(self, planned: PlannedMatrix) -> None:
+        """Check that the group and the mode fit a matrix."""
+        matrix = planned.matrix
+        if matrix.tp_dim is not None and matrix.tp_size != self.position.tp_size:
+            raise PlanError(
+                f"{matrix.name} is cut over {matrix.tp_size} ranks, the "
+                f"{'expert ' if matrix.expert_tp else ''}tensor-parallel group of the optimizer "
+                f"has {self.position.tp_size}. Give the optimizer the process groups of the model."
+            )
+        if not self._spread.whole:
+            matrix.local_blocks()
+
+
+def _stretch_of(flat: torch.Tensor, range_: ParamRange, start: int = 0) -> torch.Tensor:
+    """View the elements of a range in a flat tensor whose first element is ``start``."""
+    return flat[range_.start - start : range_.end - start]

@@ -1,0 +1,224 @@
+"""What the ranks of :class:`~megatron_muon.optimizer.flat.Muon` tell each other before they step.
+
+Each knows the records of its own shards only. All are compared, so that what is wrong on one rank
+is the same error on every rank, and no rank waits for another that has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch.distributed as dist
+
+from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
+from megatron_muon.bookkeeping.matrix import LogicalMatrix, whole
+from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by_slices
+from megatron_muon.collectives.agreement import gather
+from megatron_muon.errors import ConfigurationError, MuonError, PlanError
+
+BufferSizes = Sequence[Sequence[tuple[int, int]]]
+"""``(size, offset)`` in elements by buffer and bucket."""
+
+EXCHANGES = ("homes", "gather")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Record:
+    """What ranks tell each other of a matrix."""
+
+    buffer_idx: int
+    bucket_idx: int
+    global_range: tuple[int, int]
+    shape: tuple[int, int]
+    tp_split_dim: int
+    ns_steps: int
+
+    @property
+    def bucket(self) -> tuple[int, int]:
+        """The bucket it lies in."""
+        return self.buffer_idx, self.bucket_idx
+
+    @property
+    def name(self) -> str:
+        """The matrix, for errors."""
+        start, end = self.global_range
+        return f"buffer {self.buffer_idx} bucket {self.bucket_idx} [{start:012d}:{end:012d}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every rank has to be given alike: the rounds of the exchange follow from it."""
+
+    exchange: str
+    gather_budget_nbytes: int
+    itemsize: int
+    global_buffer_sizes: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank tells the others before they plan together."""
+
+    options: Options
+    rows: list[Record]
+    error: MuonError | None
+
+
+type ByRank[T] = list[list[T]]
+"""One value of each rank, by tensor-parallel and data-parallel rank."""
+
+
+def check_options(options: Options, size: int, tp_size: int) -> None:
+    """Check what this rank was given.
+
+    Raises:
+        ConfigurationError: An option is out of its range, or a bucket cannot be cut equally.
+    """
+    if options.exchange not in EXCHANGES:
+        raise ConfigurationError(f"exchange is {options.exchange!r}: expected homes or gather.")
+    # A gather moves an element of each rank at the least, and this rank's own.
+    least = max(64, (max(size, tp_size) + 1) * options.itemsize)
+    if options.gather_budget_nbytes < least:
+        raise ConfigurationError(
+            f"gather_budget_nbytes is {options.gather_budget_nbytes}: expected {least} or more."
+        )
+    for buffer_idx, buckets in enumerate(options.global_buffer_sizes):
+        for bucket_idx, (numel, _) in enumerate(buckets):
+            if numel % size:
+                raise ConfigurationError(
+                    f"bucket {bucket_idx} of buffer {buffer_idx} has {numel} elements, no multiple "
+                    f"of the {size} ranks of dist_group. Pad it."
+                )
+
+
+def complete(meta: MuonDistMeta, numel: int, options: Options, group: dist.ProcessGroup) -> None:
+    """Put this rank's slice of the buffer into a record, and check the record."""
+    if len(meta.shape) != 2:
+        raise PlanError(
+            f"{meta} is no matrix. Give parameters of other shapes to a group without use_muon."
+        )
+    buffers = options.global_buffer_sizes
+    if not (0 <= meta.buffer_idx < len(buffers)) or not (
+        0 <= meta.bucket_idx < len(buffers[meta.buffer_idx])
+    ):
+        raise PlanError(f"global_buffer_sizes has no bucket of {meta}.")
+    bucket_numel, offset = buffers[meta.buffer_idx][meta.bucket_idx]
+    if not offset <= meta.global_range[0] <= meta.global_range[1] <= offset + bucket_numel:
+        raise PlanError(
+            f"{meta} does not lie in its bucket, which is {bucket_numel} elements from {offset} on."
+        )
+    shard_numel = bucket_numel // group.size()
+    start = offset + group.rank() * shard_numel
+    meta.set_local_buffer_range((start, start + shard_numel))
+    low, high = meta.local_range or (start, start)
+    if numel != high - low:
+        raise PlanError(
+            f"the shard has {numel} elements, this rank's slice [{start}:{start + shard_numel}] of "
+            f"the buffer has {high - low} of {meta}."
+        )
+
+
+def gather_grid[T](
+    value: T, dist_group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None
+) -> ByRank[T]:
+    """Return every rank's value; collective over both groups."""
+    column = gather(value, dist_group)
+    return [column] if tp_group is None else gather(column, tp_group)
+
+
+def _check_reports(reports: ByRank[Report]) -> None:
+    """Raise on every rank what one found, a wrong option first and a wrong record last."""
+    everyone = {
+        f"data-parallel rank {rank}, tensor-parallel rank {tp_rank}": report
+        for tp_rank, column in enumerate(reports)
+        for rank, report in enumerate(column)
+    }
+    options = reports[0][0].options
+    for where, report in everyone.items():
+        if isinstance(report.error, ConfigurationError):
+            raise ConfigurationError(f"enable_distributed_mode, {where}: {report.error}")
+    for where, report in everyone.items():
+        if report.options != options:
+            raise PlanError(
+                f"enable_distributed_mode, {where} was given {report.options}, rank 0 of both "
+                f"groups {options}. Give every rank the same."
+            )
+    for where, report in everyone.items():
+        if report.error is not None:
+            raise PlanError(f"enable_distributed_mode, {where}: {report.error}")
+
+
+def agree(reports: ByRank[Report], size: int, tp_size: int) -> dict[Record, OwnedMatrix]:
+    """Return the matrices of all ranks.
+
+    Args:
+        reports: What the ranks tell.
+        size: Ranks of the data-parallel group.
+        tp_size: Ranks of the tensor-parallel group.
+
+    Raises:
+        MuonError: A rank found an error, two ranks were given different options or records, or a
+            rank lacks a shard.
+    """
+    _check_reports(reports)
+    rows = sorted({row for column in reports for report in column for row in report.rows})
+    for row, following in pairwise(rows):
+        if row.name == following.name:
+            raise PlanError(
+                f"enable_distributed_mode: ranks have two records of one matrix, {row} and "
+                f"{following}. Give every rank the same."
+            )
+        if row.bucket == following.bucket and following.global_range[0] < row.global_range[1]:
+            raise PlanError(
+                f"enable_distributed_mode: {row} and {following} overlap. Give each matrix a range "
+                "of its own."
+            )
+    return {row: _owned(row, reports, size, tp_size) for row in rows}
+
+
+def _owned(row: Record, reports: ByRank[Report], size: int, tp_size: int) -> OwnedMatrix:
+    """Return who holds a matrix, once all of them have said so."""
+    numel, offset = reports[0][0].options.global_buffer_sizes[row.buffer_idx][row.bucket_idx]
+    pieces = tuple(held_by_slices(row.global_range, (offset, offset + numel), size))
+    holders = {piece.rank for piece in pieces}
+    for tp_rank, column in enumerate(reports):
+        found = {rank for rank, report in enumerate(column) if row in report.rows}
+        if found != holders:
+            raise PlanError(
+                f"enable_distributed_mode: {row.name}, shape {row.shape}, tp_split_dim "
+                f"{row.tp_split_dim}, {row.ns_steps} Newton-Schulz steps, lies on data-parallel "
+                f"ranks {sorted(holders)}, but of tensor-parallel rank {tp_rank} the ranks "
+                f"{sorted(found)} have it. Give every rank the records of all its shards."
+            )
+    return OwnedMatrix(
+        matrix=_logical(row, tp_size), pieces=pieces, buffer_idx=row.buffer_idx,
+        bucket_idx=row.bucket_idx, range=row.global_range,
+    )  # fmt: skip
+
+
+def check_plans(fingerprints: ByRank[dict[int, str]]) -> None:
+    """Check that all ranks have planned alike, since they would wait for each other forever."""
+    for tp_rank, column in enumerate(fingerprints):
+        for rank, theirs in enumerate(column):
+            if theirs != fingerprints[0][0]:
+                raise PlanError(
+                    f"enable_distributed_mode: data-parallel rank {rank}, tensor-parallel rank "
+                    f"{tp_rank} has planned {theirs}, rank 0 of both groups {fingerprints[0][0]} "
+                    "(Newton-Schulz steps: fingerprint) from the same records. Run the same "
+                    "version on every rank."
+                )
+
+
+def _logical(row: Record, tp_size: int) -> LogicalMatrix:
+    rows, columns = row.shape
+    if row.tp_split_dim == -1:
+        return LogicalMatrix(row.name, row.shape, whole(rows))
+    if row.tp_split_dim == 0:
+        rows *= tp_size
+    else:
+        columns *= tp_size
+    return LogicalMatrix(
+        row.name, (rows, columns), whole(rows), tp_dim=row.tp_split_dim, tp_size=tp_size
+    )

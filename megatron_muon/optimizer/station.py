@@ -1,0 +1,141 @@
+"""What one rank of a data x tensor grid works with: place, groups, scratch and mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.bookkeeping.matrix import LogicalBlock, LogicalMatrix, step_flops
+from megatron_muon.bookkeeping.schedule import Position, Spread
+from megatron_muon.collectives.arena import Arena
+from megatron_muon.collectives.exchange import Exchange, Wire
+from megatron_muon.collectives.shards import shard_view
+from megatron_muon.optimizer.account import StepAccount
+from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
+from megatron_muon.orthogonalize.views import as_matrix, block_views
+
+SPREADS = {
+    "owner": Spread(whole=True, everywhere=False),
+    "duplicated": Spread(whole=True, everywhere=True),
+    "distributed": Spread(whole=False, everywhere=True),
+    "blockwise": Spread(whole=False, everywhere=True),
+}
+"""Where Newton-Schulz runs, by ``--muon-tp-mode``."""
+
+Work = tuple[torch.Tensor, torch.Tensor, Sequence[LogicalBlock]]
+"""A matrix, where its update goes (the matrix itself or other memory), and its blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How an engine works.
+
+    Attributes:
+        orthogonalization: The mathematics.
+        mode: Where Newton-Schulz runs: a key of :data:`SPREADS`.
+        exchange: ``homes`` sends each piece to its matrix's home and the update's pieces back;
+            ``gather`` all-gathers every matrix over data and then tensor ranks, and every rank
+            that holds a part of it orthogonalizes it.
+        budget_nbytes: Bytes that a rank may send and receive in one collective.
+        exchange_dtype: Dtype in which momentum and updates travel. One that is narrower than fp32
+            rounds both on every rank, also where nothing travels, so that the update still does
+            not depend on the grid.
+    """
+
+    orthogonalization: Orthogonalization
+    mode: str = "owner"
+    exchange: Literal["homes", "gather"] = "homes"
+    budget_nbytes: int = 64 * 2**20
+    exchange_dtype: torch.dtype = torch.float32
+
+    @property
+    def spread(self) -> Spread:
+        """Which ranks of a row work on what."""
+        return SPREADS[self.mode]
+
+
+class Station:
+    """One rank of a grid.
+
+    Attributes:
+        settings: How the engine works.
+        account: Where work is counted.
+        rows: Exchange over the data-parallel group, between the rows of the grid.
+        columns: Exchange over the tensor-parallel group, inside a row.
+        position: The rank's place.
+        wire: How data travels.
+    """
+
+    def __init__(
+        self,
+        dp_group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None,
+        settings: EngineSettings,
+        arena: Arena,
+        account: StepAccount,
+        device: torch.device,
+    ) -> None:
+        """Take a place in the grid.
+
+        Args:
+            dp_group: Data-parallel group, ``None`` where every rank steps every matrix.
+            tp_group: Tensor-parallel group.
+            settings: How to work.
+            arena: Where scratch comes from.
+            account: Where work is counted.
+            device: Where the matrices are.
+        """
+        self.settings, self.account = settings, account
+        self.wire = Wire(
+            settings.exchange_dtype, device, arena, account.traffic, settings.budget_nbytes
+        )
+        self.rows, self.columns = Exchange(dp_group, self.wire), Exchange(tp_group, self.wire)
+        self.position = Position(dp=self.rows.rank, tp=self.columns.rank, tp_size=self.columns.size)
+
+    def borrow(self, numel: int, scratch: ExitStack) -> torch.Tensor:
+        """Borrow a flat fp32 tensor until ``scratch`` closes."""
+        lent = self.wire.arena.borrow(numel, torch.float32, self.wire.device)
+        return scratch.enter_context(lent)
+
+    def round_(self, x: torch.Tensor) -> torch.Tensor:
+        """Round fp32 scratch in place to what the wire carries, and return it."""
+        return x if self.wire.dtype == torch.float32 else x.copy_(x.to(self.wire.dtype))
+
+    def shard_view(self, matrix: LogicalMatrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """View the shard of a tensor-parallel rank in a whole matrix."""
+        return shard_view(whole, matrix.tp_dim, matrix.tp_stride, self.position.tp_size, rank)
+
+    def is_cut(self, matrix: LogicalMatrix) -> bool:
+        """Whether no rank of a row holds a whole matrix."""
+        return matrix.tp_dim is not None and self.position.tp_size > 1
+
+    def orthogonalize(self, work: Sequence[Work]) -> None:
+        """Orthogonalize the blocks of several matrices, those of equal shape together."""
+        inputs: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
+        for x, out, blocks in work:
+            for block in blocks:
+                inputs += [as_matrix(view, block) for view in block_views(x, block)]
+                views += block_views(out, block)
+        outputs = [
+            view if view.ndim == 2 else torch.empty_like(x)
+            for view, x in zip(views, inputs, strict=True)
+        ]
+        with self.account.phase("newton_schulz"):
+            self.settings.orthogonalization.blocks(inputs, outputs)
+            for view, output in zip(views, outputs, strict=True):
+                if view is not output:
+                    view.copy_(output.view(view.shape))
+        for x in inputs:
+            self.count(x.shape)
+
+    def count(self, shape: Sequence[int]) -> None:
+        """Count the Newton-Schulz of one block."""
+        num_steps = self.settings.orthogonalization.num_steps
+        self.account.newton_schulz_calls += 1
+        self.account.newton_schulz_flops += num_steps * step_flops(shape[0], shape[1])
