@@ -36,7 +36,9 @@ def break_step(mutant: Mutant | None) -> None:
     if mutant == "one-owner-skipped":
         from megatron_muon.optimizer.muon import OwnedMuon
 
-        OwnedMuon.step = _skips_one_owner(OwnedMuon.step)  # type: ignore[method-assign]
+        OwnedMuon.step = without_effect(  # type: ignore[method-assign]
+            OwnedMuon.step, _SKIPPED_OWNER
+        )
 
 
 def _does_nothing(self: Any) -> bool:
@@ -44,13 +46,26 @@ def _does_nothing(self: Any) -> bool:
     return True
 
 
-def _skips_one_owner(step: Callable[..., Any]) -> Callable[..., Any]:
+def without_effect(step: Callable[..., Any], dp_rank: int) -> Callable[..., Any]:
+    """Wrap a Muon's step so that one data-parallel rank ends it with the weights it had.
+
+    The rank takes part in every collective: others may orthogonalize what it owns.
+
+    Args:
+        step: ``OwnedMuon.step``.
+        dp_rank: The rank, taken modulo the number of ranks.
+    """
+
     def skipping_step(self: Any, closure: Any = None) -> Any:
         from megatron.core import parallel_state
 
         size = dist.get_world_size(parallel_state.get_data_parallel_group())
-        if parallel_state.get_data_parallel_rank() == _SKIPPED_OWNER % size:
-            return None
-        return step(self, closure)
+        skips = parallel_state.get_data_parallel_rank() == dp_rank % size
+        params = [param for group in self.param_groups for param in group["params"]]
+        before = [param.detach().clone() for param in params if skips]
+        result = step(self, closure)
+        for param, old in zip(params, before, strict=False):
+            param.data.copy_(old)
+        return result
 
     return skipping_step

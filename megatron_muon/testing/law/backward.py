@@ -1,0 +1,140 @@
+"""Gradients reach DDP: given ones through its hooks, or by Megatron's own schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_muon.testing.law.build import parameters
+from megatron_muon.testing.law.case import Case, is_expert
+from megatron_muon.testing.law.model import (
+    SEQUENCE,
+    Replica,
+    gradients,
+    micro_batch,
+    shard,
+    tokens,
+)
+
+
+def this_replica() -> Replica:
+    """Return which copies of the parameters this rank has."""
+    from megatron.core import parallel_state as state
+
+    return Replica(
+        state.get_data_parallel_rank(),
+        state.get_data_parallel_world_size(),
+        state.get_expert_data_parallel_rank(),
+        state.get_expert_data_parallel_world_size(),
+    )
+
+
+def inject(case: Case, chunks: Sequence[Any], step: int) -> None:
+    """Give every parameter its gradient, as the backward pass of each micro-batch does.
+
+    The gradients go through autograd, so that DDP's own hooks add them up and start reductions.
+    """
+    from megatron.core import parallel_state as state
+
+    replica = this_replica()
+    wholes = gradients(case, replica, step)
+    # Megatron divides by the data-parallel size also where fewer ranks have a copy of an expert:
+    # each of these sees the tokens of several.
+    of_experts = replica.size / replica.expert_size
+    tp_rank = state.get_tensor_model_parallel_rank()
+    expert_tp_rank = state.get_expert_tensor_parallel_rank()
+    for index in range(case.micro_batches):
+        is_last = index == case.micro_batches - 1
+        for chunk in reversed(chunks):
+            trained, grads = [], []
+            for name, param in parameters([chunk]):
+                if param.requires_grad:
+                    part = micro_batch(wholes[name], index, case.micro_batches)
+                    rank = expert_tp_rank if is_expert(name) else tp_rank
+                    scale = of_experts if is_expert(name) else 1.0
+                    trained.append(param.view_as(param))
+                    grads.append((scale * shard(case, name, part, rank)).to(param.dtype))
+            with contextlib.nullcontext() if is_last else chunk.no_sync():
+                torch.autograd.backward(trained, grads)
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+
+
+def forward(chunk: Any) -> None:
+    """Run a forward pass, whose hooks gather the parameters."""
+    inputs = torch.arange(SEQUENCE).unsqueeze(0)
+    # MoE layers refuse to train without sequence parallelism, not to be evaluated.
+    chunk.eval()
+    with torch.no_grad():
+        chunk(inputs, _positions(1), _mask())
+    chunk.train()
+
+
+def forward_and_backward(case: Case, chunk: Any, optimizer: Any) -> None:
+    """Run this rank's micro-batches of the global batch through Megatron's schedule."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(chunk)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if case.overlap_grad:
+        config.no_sync_func = chunk.no_sync
+    replica = this_replica()
+    with _cloned_outputs():
+        get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=_micro_batches(replica, case.micro_batches),
+            model=[chunk],
+            num_microbatches=case.micro_batches,
+            seq_length=SEQUENCE,
+            micro_batch_size=len(tokens()[0]) // (replica.size * case.micro_batches),
+        )
+
+
+@contextlib.contextmanager
+def _cloned_outputs() -> Iterator[None]:
+    """Let an expert's bias be added: Megatron does it in place to what may be a view.
+
+    autograd refuses that (0.19.2, transformer/mlp.py:354) without tensor and expert parallelism,
+    which is the run on one process that others are compared with.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    reduce = layers.reduce_from_tensor_model_parallel_region
+
+    def cloned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = reduce(*args, **kwargs)
+        return output.clone()
+
+    with mock.patch.object(layers, "reduce_from_tensor_model_parallel_region", cloned):
+        yield
+
+
+def _forward_step(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
+    inputs, labels = next(batches)
+    losses = model(inputs, _positions(len(inputs)), _mask(), labels=labels)
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = output.float().mean()
+        return mean, {"lm loss": mean.detach()}
+
+    return losses, loss
+
+
+def _micro_batches(replica: Replica, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    inputs, labels = (batch.chunk(replica.size)[replica.rank] for batch in tokens())
+    yield from zip(inputs.chunk(count), labels.chunk(count), strict=True)
+
+
+def _positions(num_sequences: int) -> torch.Tensor:
+    return torch.arange(SEQUENCE).expand(num_sequences, -1)
+
+
+def _mask() -> torch.Tensor:
+    return torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril().logical_not()

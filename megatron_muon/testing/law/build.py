@@ -1,0 +1,297 @@
+"""A real Megatron GPT with the harness's weights, wrapped in DDP, and its optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.testing.law.case import Case, is_expert
+from megatron_muon.testing.law.model import (
+    FFN,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    SEQUENCE,
+    VOCAB,
+    initial,
+    logical_shapes,
+    shard,
+)
+
+
+@contextlib.contextmanager
+def parallel_state(
+    tp: int, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None
+) -> Iterator[None]:
+    """Make Megatron's process groups, and end them: each holds threads for as long as it lives."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+def transformer_config(case: Case) -> Any:
+    """Return Megatron's config of the model."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_query_groups=case.groups,
+        kv_channels=HEAD,
+        attention_output_gate=case.output_gate,
+        gated_linear_unit=case.gated,
+        activation_func=torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        normalization="RMSNorm",
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        pipeline_dtype=torch.float32,
+        add_bias_linear=case.bias,
+        num_moe_experts=case.experts or None,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.expert_tp,
+        moe_ffn_hidden_size=FFN if case.experts else None,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="allgather",
+        bf16=case.bf16,
+        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build_model(case: Case) -> list[torch.nn.Module]:
+    """Build this rank's stages of the GPT, with the initial weights, not wrapped in DDP."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+
+    config = transformer_config(case)
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    num_stages = case.pp * (case.vpp or 1)
+    chunks: list[torch.nn.Module] = []
+    for stage in range(case.vpp or 1):
+        index = stage * case.pp + pp_rank
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=case.experts or None, normalization="RMSNorm"),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            pre_process=index == 0,
+            post_process=index == num_stages - 1,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage if case.vpp else None,
+        )
+        chunks.append(Float16Module(config, chunk) if case.bf16 else chunk)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    shapes = logical_shapes(case)
+    for name, param in parameters(chunks):
+        rank = expert_tp_rank if is_expert(name) else tp_rank
+        param.data.copy_(shard(case, name, initial(name, shapes[name]), rank))
+        param.requires_grad_(case.trains(name))
+    return chunks
+
+
+def parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield every parameter under its name in the whole model."""
+    for chunk in chunks:
+        inner: Any = chunk
+        while not hasattr(inner, "decoder"):
+            inner = inner.module
+        numbers = [layer.layer_number - 1 for layer in inner.decoder.layers]
+        for name, param in inner.named_parameters():
+            words = name.split(".")
+            for i, (before, word) in enumerate(pairwise(words)):
+                if before == "layers":
+                    words[i + 1] = str(numbers[int(word)])
+                elif before == "local_experts":
+                    mlp = inner.get_submodule(".".join(name.split(".")[: i - 1]))
+                    words[i + 1] = str(mlp.local_expert_indices[int(word)])
+            yield ".".join(words), param
+
+
+def wrap(case: Case, chunks: list[torch.nn.Module]) -> list[Any]:
+    """Wrap in DDP the way ``case.wrap`` says."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import global_vars, training
+    from megatron.training.models import dist_utils
+
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.grads_in_fp32,
+        overlap_grad_reduce=case.overlap_grad,
+        overlap_param_gather=case.overlap_param,
+        bucket_size=case.bucket_size,
+    )
+    args = SimpleNamespace(
+        use_layer_wise_distributed_optimizer=True, optimizer="muon", muon_layout=case.layout,
+        muon_split_qkv=case.split_qkv, muon_split_gated_fc1=case.split_gated_fc1,
+        muon_split_heads=case.split_heads, muon_exclude=_globs(case.exclude),
+        muon_include=_globs(case.include),
+    )  # fmt: skip
+    with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
+        if case.wrap == "builder":
+            wrapped: list[Any] = dist_utils._ddp_wrap(
+                chunks, False, ddp_config, False,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )  # fmt: skip
+        else:
+            wrapped = training.wrap_model_chunks_with_ddp(
+                chunks,
+                transformer_config(case),
+                ddp_config,
+                use_layer_wise_distributed_optimizer=case.wrap in ("training", "legacy"),
+                use_layer_wise_param_layout=case.wrap == "training",
+                disable_bucketing_per_chunk=[i > 0 for i in range(len(chunks))],
+                # As resolve_ddp_bucket_size (0.19.2, training.py:1552): none without overlap.
+                bucket_sizes=[None if i or not case.overlap_grad else case.bucket_size
+                              for i in range(len(chunks))],
+            )  # fmt: skip
+    return wrapped
+
+
+def optimizer_config(case: Case) -> Any:
+    """Return the optimizer's config."""
+    from megatron_muon.optimizer.config import MuonConfig
+
+    return MuonConfig(
+        optimizer="muon",
+        lr=case.lr,
+        min_lr=case.lr,
+        weight_decay=case.weight_decay,
+        bf16=case.bf16,
+        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        use_layer_wise_distributed_optimizer=case.wrap != "replicated",
+        overlap_param_gather=case.overlap_param,
+        clip_grad=case.clip,
+        grad_norm_skip_threshold=case.skip_above,
+        adam_beta2=0.999,
+        adam_eps=case.adam_eps,
+        muon_momentum=case.momentum,
+        muon_nesterov=case.nesterov,
+        muon_fp32_matmul_prec=case.precision,
+        muon_split_qkv=case.split_qkv,
+        muon_tp_mode=case.tp_mode,
+        muon_layout=case.layout if case.wrap in ("training", "builder") else None,
+        muon_split_gated_fc1=case.split_gated_fc1,
+        muon_split_heads=case.split_heads,
+        muon_gather_budget_mib=case.budget_nbytes / 2**20,
+        muon_exchange_dtype=case.exchange_dtype,
+        muon_exclude=_globs(case.exclude),
+        muon_include=_globs(case.include),
+        muon_report=case.report,
+    )
+
+
+def _globs(glob: str | None) -> list[str]:
+    return [] if glob is None else [glob]
+
+
+def build_optimizer(case: Case, chunks: list[Any]) -> Any:
+    """Build the optimizer over wrapped chunks, on one rank over permuted groups if asked for."""
+    import megatron.core.optimizer as host
+
+    with contextlib.ExitStack() as stack:
+        if case.permuted and dist.get_rank() == dist.get_world_size() - 1:
+            make_groups = host._get_param_groups
+            stack.enter_context(
+                mock.patch.object(
+                    host, "_get_param_groups",
+                    lambda *args, **kwargs: _reverse(make_groups(*args, **kwargs)),
+                )
+            )  # fmt: skip
+        return host.get_megatron_optimizer(optimizer_config(case), chunks)
+
+
+def _reverse(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**group, "params": group["params"][::-1]} for group in reversed(groups)]
+
+
+def leaves(optimizer: Any) -> Iterator[Any]:
+    """Yield the innermost of Megatron's wrappers in a chain of optimizers."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for child in optimizer.chained_optimizers:
+            yield from leaves(child)
+    else:
+        yield optimizer
+
+
+def find_muons(optimizer: Any) -> Iterator[Any]:
+    """Yield this package's torch optimizers inside Megatron's chain."""
+    for leaf in leaves(optimizer):
+        if type(leaf.optimizer).__name__ == "OwnedMuon":
+            yield leaf.optimizer
+
+
+def masters(
+    optimizer: Any, chunks: Sequence[Any]
+) -> tuple[dict[str, list[tuple[int, torch.Tensor]]], set[str]]:
+    """Read every fp32 master this rank holds, from Megatron's own optimizer objects."""
+    names: dict[Any, str] = {param: name for name, param in parameters(chunks)}
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+
+    def add(param: Any, start: int, master: torch.Tensor) -> None:
+        assert master.dtype == torch.float32
+        pieces.setdefault(names[param], []).append((start, master.detach().flatten().clone()))
+
+    for leaf in leaves(optimizer):
+        if leaf.is_stub_optimizer:
+            continue
+        if hasattr(leaf, "model_float16_groups"):  # DistributedOptimizer
+            for param, master in _paired(
+                [*leaf.model_float16_groups, *leaf.model_fp32_groups],
+                [*leaf.shard_fp32_from_float16_groups, *leaf.shard_fp32_groups],
+            ):
+                add(param, leaf._get_model_param_range_map(param)["param"].start, master)
+        elif hasattr(leaf, "float16_groups"):
+            for param, master in _paired(
+                [*leaf.float16_groups, *leaf.fp32_from_fp32_groups],
+                [*leaf.fp32_from_float16_groups, *leaf.fp32_from_fp32_groups],
+            ):
+                add(param, 0, master)
+        else:
+            for group in leaf.param_groups:
+                for param in group["params"]:
+                    add(param, 0, param)
+    return pieces, set(pieces)
+
+
+def _paired(
+    models: Sequence[Sequence[Any]], masters: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    for model_group, master_group in zip(models, masters, strict=True):
+        yield from zip(model_group, master_group, strict=True)

@@ -1,0 +1,277 @@
+"""Breaking the step on purpose, so that each law is seen to fail.
+
+Each entry names a fault and patches what a real fault of the kind would be in. A mutant never
+leaves a rank out of a collective: the others would wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.testing.mutants import without_effect
+from megatron_muon.testing.oracle import COEFFICIENTS, orthogonalize
+
+_Function = Callable[..., Any]
+_Block = Any
+
+
+@contextlib.contextmanager
+def _patched(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace ``module:name.of.something`` by what ``make`` makes of it."""
+    module, _, name = target.rpartition(":")
+    holder: Any = importlib.import_module(module)
+    *path, leaf = name.split(".")
+    for part in path:
+        holder = getattr(holder, part)
+    with mock.patch.object(holder, leaf, make(getattr(holder, leaf))):
+        yield
+
+
+def _skipped_owner(step: _Function) -> _Function:
+    return without_effect(step, dp_rank=1)
+
+
+def _own_gradient_only(sync: _Function) -> _Function:
+    del sync
+
+    def keep(group: Any, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        group.param_gather_dispatched = False
+
+    return keep
+
+
+def _half_reduced(sync: _Function) -> _Function:
+    """Of a matrix that straddles, the second rank's piece is that rank's own gradient."""
+
+    def finish(group: Any, *args: Any, **kwargs: Any) -> None:
+        local = [bucket.grad_data.clone() for bucket in group.buckets]
+        sync(group, *args, **kwargs)
+        if group.intra_distributed_optimizer_instance_rank == 1:
+            for bucket, own in zip(group.buckets, local, strict=True):
+                numel = own.numel() // group.intra_distributed_optimizer_instance_size
+                bucket.grad_data[numel : 2 * numel].copy_(own[numel : 2 * numel])
+
+    return finish
+
+
+def _over_expert_parallel_ranks(start: _Function) -> _Function:
+    """Gradients of experts are summed with those of other experts."""
+
+    def started(group: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+
+        if all(getattr(param, "allreduce", True) for param in group.params):
+            return start(group, *args, **kwargs)
+        right = group.intra_distributed_optimizer_instance_group
+        group.intra_distributed_optimizer_instance_group = (
+            parallel_state.get_expert_model_parallel_group()
+        )
+        try:
+            return start(group, *args, **kwargs)
+        finally:
+            group.intra_distributed_optimizer_instance_group = right
+
+    return started
+
+
+def _orthogonalizes_in_hook(make_hook: _Function) -> _Function:
+    """Newton-Schulz of what each micro-batch adds, as large as it was."""
+
+    def made(ddp: Any, param: Any) -> _Function:
+        hook = make_hook(ddp, param)
+
+        def orthogonalizing(*unused: Any) -> Any:
+            if getattr(param, "is_managed_by_layer_wise_optimizer", False):
+                direction = orthogonalize(param.grad, COEFFICIENTS["quintic"])
+                param.grad = direction * param.grad.norm() / direction.norm()
+            return hook(*unused)
+
+        return orthogonalizing
+
+    return made
+
+
+def _stale_piece(to_row: _Function) -> _Function:
+    """What came from other ranks is that of the step before."""
+    before: dict[tuple[int, int], torch.Tensor] = {}
+
+    def stale(engine: Any, group: Any, inputs: Any, scratch: Any) -> Any:
+        shards = to_row(engine, group, inputs, scratch)
+        for i, shard in shards.items():
+            if engine.plan[i].owned.owner is None:
+                fresh = shard.clone()
+                shard.copy_(before.get((id(engine), i), fresh))
+                if i in inputs:
+                    own = engine._range(i)
+                    shard[own.start : own.end].copy_(fresh[own.start : own.end])
+                before[id(engine), i] = fresh
+        return shards
+
+    return stale
+
+
+def _shards_in_wrong_order(run: _Function) -> _Function:
+    """A home takes one rank's shard for another's, where it gets equal ones from several."""
+
+    def wrong(exchange: Any, rounds: Sequence[Any], read: Any, write: _Function) -> None:
+        for round_ in rounds:
+            received: dict[Any, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
+
+            def keep(
+                transfer: Any, part: torch.Tensor,
+                received: dict[Any, list[tuple[Any, torch.Tensor]]] = received,
+            ) -> None:  # fmt: skip
+                received[transfer.index, transfer.range].append((transfer, part.clone()))
+
+            run(exchange, [round_], read, keep)
+            for shards in received.values():
+                for (transfer, _), (_, part) in zip(shards, reversed(shards), strict=True):
+                    write(transfer, part)
+
+    return wrong
+
+
+def _dropped_home(from_home: _Function) -> _Function:
+    """One home gives zeros."""
+
+    def dropped(engine: Any, group: Any, results: Any, scratch: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for result in results.values():
+                result.zero_()
+        return from_home(engine, group, results, scratch)
+
+    return dropped
+
+
+def _same_scratch(take: _Function) -> _Function:
+    """Who borrows gets what another still uses."""
+    lent: dict[Any, torch.Tensor] = {}
+
+    def taken(arena: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        key = (id(arena), numel, dtype)
+        if key not in lent:
+            lent[key] = take(arena, numel, dtype, device)
+        return lent[key]
+
+    return taken
+
+
+def _with_blocks(change: Callable[[int, Sequence[_Block]], Sequence[_Block]]) -> Callable[..., Any]:
+    """Orthogonalize other blocks, by the rows of the matrix and its own blocks."""
+
+    def make(run: _Function) -> _Function:
+        def changed(station: Any, work: Any) -> Any:
+            return run(station, [(x, out, change(len(x), blocks)) for x, out, blocks in work])
+
+        return changed
+
+    return make
+
+
+def _as_one(first: str) -> Callable[[int, Sequence[_Block]], Sequence[_Block]]:
+    """Leave a fused weight whole whose first block has this name."""
+    from megatron_muon.bookkeeping.matrix import whole
+
+    return lambda rows, blocks: whole(rows) if blocks[0].name == first else blocks
+
+
+def _heads_together(rows: int, blocks: Sequence[_Block]) -> Sequence[_Block]:
+    del rows
+    return [replace(block, batch=1) for block in blocks]
+
+
+def _scale_of_whole(run: _Function) -> _Function:
+    def scaled(station: Any, work: Any) -> None:
+        from megatron_muon.orthogonalize.views import block_views
+
+        run(station, work)
+        for x, out, blocks in work:
+            for block in blocks:
+                size = max(block.matrix_shape(tuple(x.shape)))
+                for view in block_views(out, block):
+                    view.mul_(math.sqrt(max(x.shape) / size))
+
+    return scaled
+
+
+def _cut_as_one(shard_view: _Function) -> _Function:
+    return lambda whole, dim, stride, size, rank: shard_view(whole, dim, 1, size, rank)
+
+
+def _without_decay(apply: _Function) -> _Function:
+    return lambda weight, update, lr, weight_decay: apply(weight, update, lr, 0.0)
+
+
+def _never_advances(advance: _Function) -> _Function:
+    return lambda momentum, grad, mu, nesterov: advance(momentum.clone(), grad, mu, nesterov)
+
+
+def _without_routers(rows: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    return tuple(row for row in rows if "router" not in row[0])
+
+
+def _blockwise(settings: _Function) -> _Function:
+    return lambda **given: settings(**{**given, "mode": "blockwise"})
+
+
+_MUON = "megatron_muon.optimizer.muon:"
+_ENGINE = "megatron_muon.optimizer.engine:"
+_STATION = "megatron_muon.optimizer.station:"
+_BLOCKS = _STATION + "Station.orthogonalize"
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup."
+_DDP = "megatron.core.distributed.distributed_data_parallel:"
+
+MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    None: contextlib.nullcontext,
+    # Reduction of gradients.
+    "no average over data-parallel ranks": lambda: _patched(
+        _BUFFERS + "finish_grad_sync", _own_gradient_only
+    ),
+    "straddling matrix half reduced": lambda: _patched(
+        _BUFFERS + "finish_grad_sync", _half_reduced
+    ),
+    "experts reduced over the wrong group": lambda: _patched(
+        _BUFFERS + "start_grad_sync", _over_expert_parallel_ranks
+    ),
+    "Newton-Schulz of each micro-batch": lambda: _patched(
+        _DDP + "DistributedDataParallel._make_backward_post_hook", _orthogonalizes_in_hook
+    ),
+    # Movement.
+    "skipped owner": lambda: _patched(_MUON + "OwnedMuon.step", _skipped_owner),
+    "stale piece": lambda: _patched(_ENGINE + "Engine._to_row", _stale_piece),
+    "shards in wrong order": lambda: _patched(
+        "megatron_muon.collectives.exchange:Exchange.run", _shards_in_wrong_order
+    ),
+    "gate and up cut as one": lambda: _patched(_STATION + "shard_view", _cut_as_one),
+    "update of one home dropped": lambda: _patched(_ENGINE + "Engine._from_home", _dropped_home),
+    "scratch lent twice": lambda: _patched(
+        "megatron_muon.collectives.arena:Arena.take", _same_scratch
+    ),
+    "bucket groups of two optimizers": lambda: _patched(
+        _DDP + "partition_buckets", lambda partition: partition.__wrapped__
+    ),
+    # Mathematics.
+    "qkv as one": lambda: _patched(_BLOCKS, _with_blocks(_as_one("q"))),
+    "gate and up as one": lambda: _patched(_BLOCKS, _with_blocks(_as_one("gate"))),
+    "heads together": lambda: _patched(_BLOCKS, _with_blocks(_heads_together)),
+    "scale of the whole": lambda: _patched(_BLOCKS, _scale_of_whole),
+    "blockwise": lambda: _patched(_MUON + "EngineSettings", _blockwise),
+    "no decay": lambda: _patched(_MUON + "apply_update", _without_decay),
+    "momentum never advances": lambda: _patched(_MUON + "advance_momentum", _never_advances),
+    # Routing.
+    "router is a matrix": lambda: _patched(
+        "megatron_muon.bookkeeping.routing:SCALAR_BY_NAME", _without_routers
+    ),
+}
+"""What breaks the step, by the name of the fault; ``None`` breaks nothing."""
