@@ -65,12 +65,6 @@ class LogicalBlock:
         return self.run * self.count
 
     @property
-    def num_rows(self) -> int:
-        """Rows of a block of rows."""
-        assert self.dim == 0
-        return self.num_lines
-
-    @property
     def matrices_a_run(self) -> int:
         """Matrices that a run is cut into, 1 where a matrix has one run or several."""
         return max(1, self.batch // self.count)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
@@ -146,18 +147,21 @@ class PlannedMatrix:
     def row(self) -> str:
         """Return the whole record as one canonical line that starts with the name."""
         matrix, owned = self.matrix, self.owned
-        values = asdict(matrix) | asdict(owned) | {"flops": self.flops}
-        values["home"] = f"{self.home.dp},{self.home.tp}"
+        values = {key: getattr(matrix, key) for key in _MATRIX_FIELDS}
         values["blocks"] = " ".join(map(str, matrix.blocks))
+        values |= {key: getattr(owned, key) for key in _OWNED_FIELDS}
         values["pieces"] = " ".join(
             f"{piece.rank}[{piece.range.start}:{piece.range.end}]" for piece in owned.pieces
         )
-        for known in ("name", "matrix"):
-            del values[known]
+        values |= {"flops": self.flops, "home": f"{self.home.dp},{self.home.tp}"}
         return f"{matrix.name}: " + ", ".join(f"{key} {value}" for key, value in values.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_MATRIX_FIELDS = tuple(f.name for f in fields(LogicalMatrix) if f.name != "name")
+_OWNED_FIELDS = tuple(f.name for f in fields(OwnedMatrix) if f.name != "matrix")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every matrix of one pipeline stage, ordered by name.
 
@@ -182,7 +186,7 @@ class Plan:
         """Elements of the matrices on one rank."""
         return sum(planned.matrix.local_numel for planned in self.matrices)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the plan, shortened."""
         return hashlib.sha256("\n".join(self.rows()).encode()).hexdigest()[:16]

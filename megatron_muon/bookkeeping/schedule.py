@@ -9,7 +9,7 @@ each there are up to four hops::
     shards -> pieces                                         (data-parallel group)
 
 A hop is cut into *rounds*, one collective each, in which no rank sends and receives more than the
-budget. Every rank of a group computes the same rounds.
+budget. Every rank of a group computes the same rounds and keeps its own part of each.
 """
 
 from __future__ import annotations
@@ -41,8 +41,21 @@ class Transfer:
     dst: int
 
 
-Round = tuple[Transfer, ...]
-"""The transfers of one collective."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One rank's part in one collective of its group; it enters also where it has none.
+
+    Attributes:
+        outgoing: What it sends, by receiver.
+        incoming: What it receives, by sender, in the order in which that one sends.
+        sent: Elements that it sends to each rank of the group.
+        received: Elements that it receives from each.
+    """
+
+    outgoing: tuple[Transfer, ...]
+    incoming: tuple[Transfer, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +64,8 @@ class MicroGroup:
 
     Attributes:
         indices: Its matrices.
+        held: Those of which this rank holds a piece.
+        in_row: Those whose home is in this rank's row.
         to_row: Rounds over the data-parallel group, pieces to shards.
         to_home: Rounds over the tensor-parallel group, shards to the whole.
         from_home: Rounds over the tensor-parallel group, the update to its shards.
@@ -58,6 +73,8 @@ class MicroGroup:
     """
 
     indices: tuple[int, ...]
+    held: tuple[int, ...]
+    in_row: tuple[int, ...]
     to_row: tuple[Round, ...]
     to_home: tuple[Round, ...]
     from_home: tuple[Round, ...]
@@ -71,11 +88,13 @@ class Position:
     Attributes:
         dp: Rank in the data-parallel group.
         tp: Rank in the tensor-parallel group.
+        dp_size: Ranks of the data-parallel group.
         tp_size: Ranks of the tensor-parallel group.
     """
 
     dp: int
     tp: int
+    dp_size: int
     tp_size: int
 
 
@@ -106,38 +125,61 @@ def make_schedule(
         position: The rank.
         spread: Where Newton-Schulz runs.
         budget_numel: Elements that a rank may send and receive in one collective.
-        held_numel: Elements of whole matrices that a home may hold at a time, as many if ``None``.
+        held_numel: Elements that a rank may hold to work on at a time, as many if ``None``.
     """
+    tp_size = position.tp_size
+
+    def over_data(transfers: list[Transfer]) -> tuple[Round, ...]:
+        rounds = cut_into_rounds(transfers, budget_numel)
+        return tuple(round_of(moves, position.dp, position.dp_size) for moves in rounds)
+
+    def over_tensor(transfers: list[Transfer]) -> tuple[Round, ...]:
+        rounds = cut_into_rounds(transfers, budget_numel)
+        return tuple(round_of(moves, position.tp, tp_size) for moves in rounds)
+
     schedule = []
-    for indices in cut_into_micro_groups(plan, position.tp_size, budget_numel, held_numel):
+    for indices in cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel):
         hops = _Hops(position, spread)
         for index in indices:
             hops.add(index, plan[index])
         schedule.append(
             MicroGroup(
                 indices=indices,
-                to_row=cut_into_rounds(hops.to_row, budget_numel),
-                to_home=cut_into_rounds(hops.to_home, budget_numel),
-                from_home=cut_into_rounds(hops.from_home, budget_numel),
-                from_row=cut_into_rounds(hops.from_row, budget_numel),
+                held=tuple(i for i in indices if plan[i].owned.piece_of(position.dp) is not None),
+                in_row=tuple(i for i in indices if plan[i].home.dp == position.dp),
+                to_row=over_data(hops.to_row),
+                to_home=over_tensor(hops.to_home),
+                from_home=over_tensor(hops.from_home),
+                from_row=over_data(hops.from_row),
             )
         )
     return schedule
 
 
 def cut_into_micro_groups(
-    plan: Sequence[PlannedMatrix], tp_size: int, budget_numel: int, held_numel: int | None = None
+    plan: Sequence[PlannedMatrix],
+    tp_size: int,
+    spread: Spread,
+    budget_numel: int,
+    held_numel: int | None = None,
 ) -> list[tuple[int, ...]]:
     """Cut the matrices into runs that every rank of the grid works on at the same time.
 
-    Homes take turns, so that each has work in every run. A run ends before a home would hold, or a
-    rank send and receive in one hop, more than the budget, unless of a single matrix.
+    Homes take turns, so that each has work in every run. A run ends before a rank would hold what
+    it works on, or send and receive in one hop, beyond the budget, unless of a single matrix.
+
+    Args:
+        plan: The matrices of the grid, ordered by name.
+        tp_size: Ranks of a row.
+        spread: Where Newton-Schulz runs.
+        budget_numel: Elements that a rank may send and receive in one hop.
+        held_numel: Elements that a rank may hold at a time, as many if ``None``.
     """
     groups: list[tuple[int, ...]] = []
     run: list[int] = []
     load: Counter[tuple[str, int, int]] = Counter()
-    for index in _in_turns(plan):
-        cost = _cost(plan[index], tp_size)
+    for index in _in_turns(plan, spread):
+        cost = _cost(plan[index], tp_size, spread)
         limits = {"held": budget_numel if held_numel is None else held_numel}
         if run and any(
             load[place] + numel > limits.get(place[0], budget_numel)
@@ -153,30 +195,41 @@ def cut_into_micro_groups(
     return groups
 
 
-def _in_turns(plan: Sequence[PlannedMatrix]) -> list[int]:
-    """Order the matrices: the costliest of each home, then the second of each, and so on."""
-    turn: Counter[object] = Counter()
+def _in_turns(plan: Sequence[PlannedMatrix], spread: Spread) -> list[int]:
+    """Order the matrices: the costliest of each home, then the second of each, and so on.
+
+    Where every rank of a row works, the row is the home.
+    """
+    turn: Counter[tuple[int, int]] = Counter()
     order = []
     for index in sorted(range(len(plan)), key=lambda i: (-plan[i].flops, plan[i].matrix.name)):
         home = plan[index].home
-        order.append((turn[home], home.dp, home.tp, index))
-        turn[home] += 1
+        place = home.dp, 0 if spread.everywhere else home.tp
+        order.append((turn[place], *place, index))
+        turn[place] += 1
     return [index for *_, index in sorted(order)]
 
 
-def _cost(planned: PlannedMatrix, tp_size: int) -> Counter[tuple[str, int, int]]:
-    """Return the elements a matrix adds to each rank: held whole, and moved in either hop."""
+def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple[str, int, int]]:
+    """Return the elements a matrix adds to each rank: held to work on, and moved in either hop."""
     matrix, home = planned.matrix, planned.home
-    cost: Counter[tuple[str, int, int]] = Counter({("held", home.dp, home.tp): matrix.numel})
-    is_cut = matrix.tp_dim is not None
+    cost: Counter[tuple[str, int, int]] = Counter()
+    for tp in range(tp_size) if spread.everywhere else [home.tp]:
+        cost["held", home.dp, tp] = matrix.numel if spread.whole else matrix.local_numel
     for tp in range(tp_size):
         for piece in planned.owned.pieces:
             if piece.rank != home.dp:
                 cost["row", piece.rank, tp] += piece.range.numel
                 cost["row", home.dp, tp] += piece.range.numel
-        if tp != home.tp and (is_cut or tp_size > 1):
-            cost["home", home.dp, tp] += matrix.local_numel
-            cost["home", home.dp, home.tp] += matrix.local_numel
+    if not spread.whole:
+        return cost
+    if spread.everywhere:  # each rank sends its shard to all others
+        if matrix.tp_dim is not None:
+            for tp in range(tp_size):
+                cost["home", home.dp, tp] = 2 * (tp_size - 1) * matrix.local_numel
+        return cost
+    for tp in range(tp_size):
+        cost["home", home.dp, tp] = matrix.local_numel * (tp_size - 1 if tp == home.tp else 1)
     return cost
 
 
@@ -224,7 +277,9 @@ class _Hops:
             ]
 
 
-def cut_into_rounds(transfers: Iterable[Transfer], budget_numel: int) -> tuple[Round, ...]:
+def cut_into_rounds(
+    transfers: Iterable[Transfer], budget_numel: int
+) -> tuple[tuple[Transfer, ...], ...]:
     """Cut the transfers of one hop into rounds within the budget.
 
     A transfer that does not fit is cut; what is left of it waits for the next round, while later
@@ -233,9 +288,12 @@ def cut_into_rounds(transfers: Iterable[Transfer], budget_numel: int) -> tuple[R
     Args:
         transfers: All transfers of the group, the same on every rank.
         budget_numel: Elements that a rank may send and receive together in a round, at least 2.
+
+    Returns:
+        The transfers of each round.
     """
     waiting = [transfer for transfer in transfers if transfer.range.numel]
-    rounds: list[Round] = []
+    rounds: list[tuple[Transfer, ...]] = []
     while waiting:
         moved: Counter[int] = Counter()
         going: list[Transfer] = []
@@ -251,6 +309,29 @@ def cut_into_rounds(transfers: Iterable[Transfer], budget_numel: int) -> tuple[R
         rounds.append(tuple(going))
         waiting = left
     return tuple(rounds)
+
+
+def round_of(transfers: Sequence[Transfer], rank: int, size: int) -> Round:
+    """Return a rank's part in a round.
+
+    Args:
+        transfers: All transfers of the round.
+        rank: The rank.
+        size: Ranks of the group.
+    """
+    outgoing = sorted((t for t in transfers if t.src == rank), key=lambda t: t.dst)
+    incoming = sorted((t for t in transfers if t.dst == rank), key=lambda t: t.src)
+    sent, received = [0] * size, [0] * size
+    for transfer in outgoing:
+        sent[transfer.dst] += transfer.range.numel
+    for transfer in incoming:
+        received[transfer.src] += transfer.range.numel
+    return Round(
+        outgoing=tuple(outgoing),
+        incoming=tuple(incoming),
+        sent=tuple(sent),
+        received=tuple(received),
+    )
 
 
 def _split(transfer: Transfer, numel: int) -> Iterator[list[Transfer]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch.distributed as dist
+
+from megatron_muon.errors import MuonError, PlanError
 
 
 def gather[T](value: T, group: dist.ProcessGroup) -> list[T]:
@@ -14,6 +16,37 @@ def gather[T](value: T, group: dist.ProcessGroup) -> list[T]:
     values: list[T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return cast(list[T], values)
+
+
+def raise_together[T](work: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Do something that may fail on some ranks only, and fail on all if on one; collective.
+
+    Otherwise the others would wait in the next collective for a rank that has given up.
+
+    Args:
+        work: What each rank does; not collective.
+        group: All ranks that enter.
+
+    Returns:
+        What ``work`` returned.
+
+    Raises:
+        MuonError: The error of the first rank that has one, the same on every rank; an error of
+            another kind as a :class:`PlanError` that names the rank.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    shared = error
+    if error is not None and not isinstance(error, MuonError):
+        shared = PlanError(f"Rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    first = next((each for each in gather(shared, group) if each is not None), None)
+    if first is not None:
+        raise first from error
+    return cast(T, result)
 
 
 def first_difference(
@@ -48,11 +81,11 @@ def gather_distinct[T](value: T, key: object, group: dist.ProcessGroup) -> list[
 
     Args:
         value: What this rank has.
-        key: Equal where the values are.
+        key: Equal where the values are; what travels is a hash of its ``repr``.
         group: All ranks that enter.
     """
-    keys = gather(key, group)
-    is_first = key not in keys[: group.rank()]
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()
+    is_first = digest not in gather(digest, group)[: group.rank()]
     values = gather((value,) if is_first else (), group)
     return [item for items in values for item in items]
 

@@ -19,7 +19,17 @@ from megatron_muon.collectives.arena import Arena
 
 @dataclass(slots=True)
 class Traffic:
-    """Collectives entered and bytes received from other ranks, counted where they happen."""
+    """What one step moved, counted where it happens.
+
+    Attributes:
+        calls: Collectives entered.
+        nbytes: Bytes received from other ranks.
+        peak_scratch_nbytes: Most bytes of scratch in use at one time: here those of the buffers of
+            one collective. An optimizer that takes all of it from an arena writes the most that
+            the arena had lent: these buffers, shards and matrices that are put together, and blocks
+            that are gathered from several runs of lines. What Newton-Schulz works in and what is
+            orthogonalized of a rank's own pieces are in neither.
+    """
 
     calls: int = 0
     nbytes: int = 0
@@ -66,17 +76,17 @@ class Wire:
         return self.budget_nbytes // self.dtype.itemsize
 
 
-Read = Callable[[Transfer, torch.Tensor], None]
+Pack = Callable[[Transfer, torch.Tensor], None]
 """Fills a flat buffer with what a transfer sends."""
 
-Write = Callable[[Transfer, torch.Tensor], None]
+Unpack = Callable[[Transfer, torch.Tensor], None]
 """Stores what a transfer brought."""
 
 
 class Exchange:
     """Carries out rounds of transfers over one group.
 
-    Every rank of the group enters :meth:`run` with the same rounds.
+    Every rank of the group enters :meth:`run` with its part in the same rounds.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, wire: Wire) -> None:
@@ -86,37 +96,32 @@ class Exchange:
         self.rank = 0 if group is None else group.rank()
         self._wire = wire
 
-    def run(self, rounds: Sequence[Round], read: Read, write: Write) -> None:
+    def run(self, rounds: Sequence[Round], pack: Pack, unpack: Unpack) -> None:
         """Send and receive every transfer.
 
         Args:
-            rounds: One collective each.
-            read: Called for each transfer that this rank sends.
-            write: Called for each transfer that this rank receives; the buffer it is given is
+            rounds: This rank's part in each collective.
+            pack: Called for each transfer that this rank sends.
+            unpack: Called for each transfer that this rank receives; the buffer it is given is
                 scratch, so it copies.
         """
         for round_ in rounds:
-            self._run_round(round_, read, write)
+            self._run_round(round_, pack, unpack)
 
-    def _run_round(self, round_: Round, read: Read, write: Write) -> None:
-        outgoing = sorted((t for t in round_ if t.src == self.rank), key=lambda t: t.dst)
-        incoming = sorted((t for t in round_ if t.dst == self.rank), key=lambda t: t.src)
-        sent, received = [0] * self.size, [0] * self.size
-        for transfer in outgoing:
-            sent[transfer.dst] += transfer.range.numel
-        for transfer in incoming:
-            received[transfer.src] += transfer.range.numel
+    def _run_round(self, round_: Round, pack: Pack, unpack: Unpack) -> None:
         wire, arena = self._wire, self._wire.arena
         with (
-            arena.borrow(sum(sent), wire.dtype, wire.device) as send,
-            arena.borrow(sum(received), wire.dtype, wire.device) as receive,
+            arena.borrow(sum(round_.sent), wire.dtype, wire.device) as send,
+            arena.borrow(sum(round_.received), wire.dtype, wire.device) as receive,
         ):
-            for transfer, part in _parts(outgoing, send):
-                read(transfer, part)
-            dist.all_to_all_single(receive, send, received, sent, group=self.group)
+            for transfer, part in _parts(round_.outgoing, send):
+                pack(transfer, part)
+            dist.all_to_all_single(
+                receive, send, list(round_.received), list(round_.sent), group=self.group
+            )
             wire.traffic.count(receive.nbytes, send.nbytes + receive.nbytes)
-            for transfer, part in _parts(incoming, receive):
-                write(transfer, part)
+            for transfer, part in _parts(round_.incoming, receive):
+                unpack(transfer, part)
 
 
 def _parts(

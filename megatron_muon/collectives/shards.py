@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -32,30 +32,6 @@ def shard_view(
     if dim == 0:
         return whole.view(stride, size, rows // (stride * size), columns)[:, rank]
     return whole.view(rows, stride, size, columns // (stride * size))[:, :, rank]
-
-
-def assemble(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
-    """Join the shards of all ranks, in rank order, into the whole matrix."""
-    rows, columns = shards[0].shape
-    size = len(shards)
-    whole = shards[0].new_empty(
-        (rows * size, columns) if dim == 0 else (rows, columns * size)
-    )  # fmt: skip
-    for rank, shard in enumerate(shards):
-        view = shard_view(whole, dim, stride, size, rank)
-        view.copy_(shard.reshape(view.shape))
-    return whole
-
-
-def cut(whole: torch.Tensor, dim: int, stride: int, num_ranks: int) -> list[torch.Tensor]:
-    """Cut a whole matrix into one shard a rank, copies: the inverse of :func:`assemble`."""
-    rows, columns = whole.shape
-    shape = (rows // num_ranks, columns) if dim == 0 else (rows, columns // num_ranks)
-    whole = whole.contiguous()
-    return [
-        shard_view(whole, dim, stride, num_ranks, rank).reshape(shape).clone()
-        for rank in range(num_ranks)
-    ]
 
 
 def stretch(view: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:

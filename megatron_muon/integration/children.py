@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal
 
 import megatron.core.optimizer as host
+import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,6 +18,9 @@ from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_layout import buffers_of
 
+Kind = Literal["matrix", "scalar", "expert scalar"]
+"""What has an optimizer of its own; the last two are sharded over different groups."""
+
 _MUON = "muon"
 
 
@@ -26,6 +30,7 @@ def build_on_layout(
     config_overrides: dict[Any, Any],
     groups: Any,
     settings: MuonSettings,
+    kinds: Set[Kind],
 ) -> Any:
     """Build Muon over the matrices and byte-sharded scalar optimizers over all else.
 
@@ -38,6 +43,8 @@ def build_on_layout(
         config_overrides: Overrides of parameter groups; Muon's own are added.
         groups: Process groups of the model.
         settings: The resolved settings.
+        kinds: What parameters some rank has. Each kind has its optimizer on every rank, empty
+            where a pipeline stage has none, since all take part in its gradient statistics.
     """
     if model_chunks[0].ddp_config.num_distributed_optimizer_instances != 1:
         raise UnsupportedError(
@@ -49,27 +56,29 @@ def build_on_layout(
     param_groups = host._get_param_groups(model_chunks, config, config_overrides)
     matrices = [group for group in param_groups if _is_muon(group)]
     children: list[Any] = []
-    if matrices:
-        muon = OwnedMuon(matrices, settings)
+    if "matrix" in kinds:
+        init_state = host._EMERGING_OPTIMIZERS[_MUON].init_state_fn
+        muons: list[torch.optim.Optimizer] = [OwnedMuon(matrices, settings)] if matrices else []
         children.append(
             LayerWiseMuonOptimizer(
-                [muon], config, groups, [host._EMERGING_OPTIMIZERS[_MUON].init_state_fn],
-                list(model_chunks),
+                muons, config, groups, [init_state] * len(muons), list(model_chunks)
             )
-        )  # fmt: skip
+        )
     scalars = []
-    for is_expert in (False, True):
+    for is_expert, kind in ((False, "scalar"), (True, "expert scalar")):
         members = [
             group for group in param_groups
             if not _is_muon(group) and group["is_expert_parallel"] == is_expert
         ]  # fmt: skip
-        if members:
-            scalars.append(_scalar_optimizer(config, model_chunks, members, groups, is_expert))
+        if kind in kinds:
+            scalars.append(
+                _scalar_optimizer(config, model_chunks, members, groups, settings, is_expert)
+            )
     for child in scalars[:-1]:
         # Each would gather the buckets of all of them: the last does, when all have stepped.
         child._defer_param_sync = True
     children += scalars
-    return children[0] if len(children) == 1 and matrices else ChainedOptimizer(children)
+    return children[0] if kinds == {"matrix"} else ChainedOptimizer(children)
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
@@ -81,6 +90,7 @@ def _scalar_optimizer(
     model_chunks: Sequence[Any],
     param_groups: Sequence[Mapping[str, Any]],
     groups: Any,
+    settings: MuonSettings,
     is_expert: bool,
 ) -> Any:
     """Build Megatron's ``DistributedOptimizer`` over one kind of scalar parameters."""
@@ -89,7 +99,7 @@ def _scalar_optimizer(
     )
     model_parallel = process_groups["expt_tp_pp_group" if is_expert else "mp_group"]
     scalar_config = copy.copy(config)
-    scalar_config.optimizer = param_groups[0]["optimizer"]
+    scalar_config.optimizer = settings.scalar_optimizer
     scalar_config.use_distributed_optimizer = True
     optimizer = host._get_megatron_optimizer_based_on_param_groups(
         config=scalar_config,

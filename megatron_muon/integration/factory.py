@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import (
     Grid,
     GridSize,
@@ -27,9 +29,13 @@ from megatron_muon.bookkeeping.routing import (
     check_rules_match,
     check_splits_apply,
 )
-from megatron_muon.collectives.agreement import first_difference, gather
+from megatron_muon.collectives.agreement import (
+    first_difference,
+    gather_distinct,
+    raise_together,
+)
 from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
-from megatron_muon.integration.children import build_on_layout
+from megatron_muon.integration.children import Kind, build_on_layout
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
 from megatron_muon.integration.start import announce
@@ -53,18 +59,17 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if config.optimizer not in MUON_NAMES:
             return original(config, model_chunks, config_overrides, pg_collection)
-        settings = _resolve(config)
-        _check_supported(config)
-        _check_wrapping(model_chunks, settings)
+        world = dist.group.WORLD
+        assert world is not None
+        settings, routes = raise_together(lambda: _checked(config, model_chunks), world)
+        kinds = _check_routes(routes, model_chunks, settings)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        routes = _routes(model_chunks, settings)
-        _check_routes(routes, model_chunks, settings)
         # The factory writes its defaults into the overrides it is given.
         overrides = dict(config_overrides or {})
-        if published_kind(model_chunks) is None:
-            optimizer = original(config, model_chunks, overrides, groups)
-        else:
-            optimizer = build_on_layout(config, model_chunks, overrides, groups, settings)
+        build = original
+        if _is_laid_out(model_chunks, settings):
+            build = partial(build_on_layout, settings=settings, kinds=kinds)
+        optimizer = raise_together(lambda: build(config, model_chunks, overrides, groups), world)
         plan = _bind(optimizer, routes, settings, groups)
         muons = [child.optimizer for child in find_muon_children(optimizer)]
         announce(optimizer, list(routes.values()), plan, settings, muons)
@@ -94,6 +99,22 @@ def _is_scalar(param: torch.nn.Parameter) -> bool:
 def _resolve(config: OptimizerConfig) -> MuonSettings:
     state = installation()
     return resolve(config, state.layout if state else None)
+
+
+def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> tuple[MuonSettings, Routes]:
+    """Return the settings and routes, or raise what is wrong with them on this rank."""
+    settings = _resolve(config)
+    _check_supported(config)
+    _check_wrapping(model_chunks, settings)
+    return settings, _routes(model_chunks, settings)
+
+
+def _is_laid_out(model_chunks: Sequence[Any], settings: MuonSettings) -> bool:
+    """Whether DDP's buffers were laid out: the same on all ranks, unlike what lies in them."""
+    ddp_configs = (getattr(chunk, "ddp_config", None) for chunk in model_chunks)
+    return settings.layout is not None and any(
+        getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs
+    )
 
 
 def _check_supported(config: OptimizerConfig) -> None:
@@ -150,15 +171,20 @@ def _routes(model_chunks: Sequence[Any], settings: MuonSettings) -> Routes:
     return routes
 
 
-def _check_routes(routes: Routes, model_chunks: Sequence[Any], settings: MuonSettings) -> None:
+def _check_routes(
+    routes: Routes, model_chunks: Sequence[Any], settings: MuonSettings
+) -> frozenset[Kind]:
     """Check over all pipeline stages that every rule matches and that there is a matrix.
 
     A model whose matrices are all frozen is trained by the scalar optimizer alone, as asked for.
+
+    Returns:
+        The kinds of parameters that some rank has: all ranks have to chain the same optimizers.
     """
     world = dist.group.WORLD
     assert world is not None
     names = [route.facts.name for route in routes.values()]
-    num_matrices = sum(route.matrix is not None for route in routes.values())
+    kinds = sorted({_kind(param, route) for param, route in routes.items()})
     num_frozen = sum(
         not param.requires_grad and param.dim() >= 2
         for chunk in model_chunks
@@ -166,14 +192,16 @@ def _check_routes(routes: Routes, model_chunks: Sequence[Any], settings: MuonSet
     )
     blocks = sorted({b.name for route in routes.values() if route.matrix is not None
                      for b in route.matrix.blocks})  # fmt: skip
-    gathered = gather((names, num_matrices, num_frozen, blocks), world)
+    own = (names, kinds, num_frozen, blocks)
+    gathered = gather_distinct(own, own, world)
     every_name = [name for names, *_ in gathered for name in names]
     check_rules_match(every_name, RoutingRules(exclude=settings.exclude, include=settings.include))
-    if any(count for _, count, *_ in gathered):
+    every_kind = frozenset(kind for _, kinds, *_ in gathered for kind in kinds)
+    if "matrix" in every_kind:
         check_splits_apply((name for *_, found in gathered for name in found), settings.splits)
-        return
+        return every_kind
     if any(frozen for _, _, frozen, _ in gathered):
-        return
+        return every_kind
     example = f" (its first parameter is {every_name[0]})" if every_name else ""
     raise ConfigurationError(
         f"--optimizer muon: none of the model's {len(set(every_name))} trainable parameters "
@@ -181,9 +209,17 @@ def _check_routes(routes: Routes, model_chunks: Sequence[Any], settings: MuonSet
     )
 
 
+def _kind(param: Any, route: Route) -> Kind:
+    if route.matrix is not None:
+        return "matrix"
+    return "scalar" if getattr(param, "allreduce", True) else "expert scalar"
+
+
 def _bind(optimizer: Any, routes: Routes, settings: MuonSettings, groups: Any) -> Plan:
     """Make the plan, compare it across ranks, and tell each Muon its part."""
     matrices = {p: route.matrix for p, route in routes.items() if route.matrix is not None}
+    world = dist.group.WORLD
+    assert world is not None
     layer_wise = _find_layer_wise(optimizer)
     grids = _grids(layer_wise, groups)
     sizes = {grid: GridSize(_size(g.dp), _size(g.tp)) for grid, g in grids.items()}
@@ -194,10 +230,31 @@ def _bind(optimizer: Any, routes: Routes, settings: MuonSettings, groups: Any) -
         owned = list(layer_wise.owned_matrices(matrices))
         buffer_numel = layer_wise.buffer_numel
     one_rank_each = settings.tp_mode == "owner"
-    plan = make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each)
+    plan = raise_together(
+        lambda: make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each), world
+    )
     _compare_plans(plan, settings, groups)
-    if layer_wise is not None:
-        layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
+
+    def bind() -> None:
+        if layer_wise is not None:
+            layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
+        # A rank may have no parameters.
+        device = next((param.device for param in routes), torch.device("cpu"))
+        _bind_children(optimizer, device, plan, matrices, grids)
+
+    raise_together(bind, world)
+    return plan
+
+
+def _bind_children(
+    optimizer: Any,
+    device: torch.device,
+    plan: Plan,
+    matrices: dict[torch.nn.Parameter, LogicalMatrix],
+    grids: dict[Grid, Groups],
+) -> None:
+    """Tell each Muon the plan and what it holds."""
+    layer_wise = _find_layer_wise(optimizer)
     for child in find_muon_children(optimizer):
         masters = {
             matrices[param].name: master
@@ -207,9 +264,7 @@ def _bind(optimizer: Any, routes: Routes, settings: MuonSettings, groups: Any) -
         used = {item.owned.grid for item in plan.matrices}
         stepped = {grid for grid in used if _steps(child.optimizer, grid, layer_wise)}
         # A rank without matrices has an empty Muon, as one whose experts are all frozen.
-        device = next((param.device for param in routes), torch.device("cpu"))
         child.optimizer.bind(plan, {grid: grids[grid] for grid in stepped}, masters, device)
-    return plan
 
 
 def _grids(layer_wise: LayerWiseMuonOptimizer | None, groups: Any) -> dict[Grid, Groups]:

@@ -92,6 +92,12 @@ def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
             "--optimizer muon does not train with --fp16 yet, as megatron-core's does not: use "
             "--bf16."
         )
+    for flag, folder in (("--save", args.save), ("--load", args.load)):
+        if args.muon_layout == "flat" and folder:
+            yield (
+                f"{flag} does not work with --muon-layout flat yet: use --muon-layout owner, or "
+                f"drop {flag}."
+            )
     if args.muon_report is not None and args.rank == 0:
         folder = os.path.dirname(os.path.abspath(args.muon_report))
         if not os.path.isdir(folder):

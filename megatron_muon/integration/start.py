@@ -75,12 +75,13 @@ def _lines(
             "  WARNING: --muon-tp-mode blockwise orthogonalizes each tensor-parallel shard by "
             "itself, so the optimizer changes with the tensor-parallel size; owner does not."
         )
-    whole = [row["name"] for row in rows if "WARNING" in row["reason"]]
-    if whole:
-        yield (
-            f"  WARNING: {len(whole)} weights whose heads --muon-split-heads does not know stay "
-            f"whole, {whole[0]} first; --muon-report lists them."
-        )
+    warned: dict[str, list[str]] = {}
+    for row in rows:
+        _, is_warning, text = row["reason"].partition("WARNING: ")
+        if is_warning:
+            warned.setdefault(text, []).append(row["name"])
+    for text, names in warned.items():
+        yield f"  WARNING: {names[0]} and {len(names) - 1} more: {text}"
     if not num_matrices:
         yield "  WARNING: every matrix is frozen, so Muon steps nothing."
     yield "  " + "; ".join(str(capability) for capability in capabilities())

@@ -14,8 +14,10 @@ import torch
 from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.bookkeeping.schedule import MicroGroup, Transfer, make_schedule
+from megatron_muon.collectives.arena import Arena
 from megatron_muon.collectives.shards import read_stretch, write_stretch
 from megatron_muon.errors import PlanError
+from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.gathered import gathered_update
 from megatron_muon.optimizer.station import Station
 from megatron_muon.optimizer.together import orthogonalize_together
@@ -46,8 +48,12 @@ class Engine:
         """
         self.plan, self.station = tuple(plan), station
         self.position, self._spread = station.position, station.settings.spread
-        for planned in self.plan:
+        self._ranges: dict[int, ParamRange] = {}
+        for i, planned in enumerate(self.plan):
             self._check(planned)
+            piece = planned.owned.piece_of(self.position.dp)
+            if piece is not None:
+                self._ranges[i] = piece.range
         self.schedule: list[MicroGroup] = make_schedule(
             self.plan,
             self.position,
@@ -70,26 +76,24 @@ class Engine:
             apply: Called with the update of each such piece.
         """
         if self.station.settings.exchange == "gather":
-            for planned in self.plan:
+            for i in range(len(self.plan)):
                 with ExitStack() as scratch:
-                    self._step_by_gather(planned, read, apply, scratch)
+                    self._step_by_gather(i, read, apply, scratch)
             return
         for group in self.schedule:
             with ExitStack() as scratch:
                 self._step(group, read, apply, scratch)
 
-    def _step_by_gather(
-        self, planned: PlannedMatrix, read: Read, apply: Apply, scratch: ExitStack
-    ) -> None:
-        holds = planned.owned.piece_of(self.position.dp) is not None
-        own = self._input(planned, read) if holds else None
-        update = gathered_update(self.station, planned, own, scratch)
+    def _step_by_gather(self, i: int, read: Read, apply: Apply, scratch: ExitStack) -> None:
+        planned, range_ = self.plan[i], self._ranges.get(i)
+        own = None if range_ is None else self._input(planned, read)
+        update = gathered_update(self.station, planned, range_, own, scratch)
         if update is not None:
             with self.station.account.phase("update"):
                 apply(planned, update)
 
     def _step(self, group: MicroGroup, read: Read, apply: Apply, scratch: ExitStack) -> None:
-        inputs = {i: self._input(self.plan[i], read) for i in group.indices if self._holds(i)}
+        inputs = {i: self._input(self.plan[i], read) for i in group.held}
         shards = self._to_row(group, inputs, scratch)
         inputs.clear()
         if self._spread.whole:
@@ -108,7 +112,7 @@ class Engine:
     def _to_row(self, group: MicroGroup, inputs: Tensors, scratch: ExitStack) -> Tensors:
         """Bring the pieces of each matrix to its home's data-parallel rank, a flat shard each."""
         shards: Tensors = {}
-        for i in self._row(group):
+        for i in group.in_row:
             planned = self.plan[i]
             if planned.matrix.tp_dim is None and not self.is_home(planned):
                 continue  # this rank's copy of it is not needed
@@ -117,38 +121,38 @@ class Engine:
                 continue
             shards[i] = self.station.borrow(planned.matrix.local_numel, scratch)
             if i in inputs:
-                _stretch_of(shards[i], self._range(i)).copy_(inputs[i])
+                _stretch_of(shards[i], self._ranges[i]).copy_(inputs[i])
 
-        def read(transfer: Transfer, out: torch.Tensor) -> None:
-            start = self._range(transfer.index).start
+        def pack(transfer: Transfer, out: torch.Tensor) -> None:
+            start = self._ranges[transfer.index].start
             out.copy_(_stretch_of(inputs[transfer.index], transfer.range, start))
 
-        def write(transfer: Transfer, part: torch.Tensor) -> None:
+        def unpack(transfer: Transfer, part: torch.Tensor) -> None:
             _stretch_of(shards[transfer.index], transfer.range).copy_(part)
 
         with self.station.account.phase("exchange"):
-            self.station.rows.run(group.to_row, read, write)
+            self.station.rows.run(group.to_row, pack, unpack)
         return shards
 
     def _from_row(self, group: MicroGroup, updates: Tensors, scratch: ExitStack) -> Tensors:
         """Send each data-parallel rank its piece of every update's shard."""
         pieces: Tensors = {}
-        for i in filter(self._holds, group.indices):
-            range_ = self._range(i)
+        for i in group.held:
+            range_ = self._ranges[i]
             if self.plan[i].home.dp == self.position.dp:
                 pieces[i] = _stretch_of(updates[i], range_)
             else:
                 pieces[i] = self.station.borrow(range_.numel, scratch)
 
-        def read(transfer: Transfer, out: torch.Tensor) -> None:
+        def pack(transfer: Transfer, out: torch.Tensor) -> None:
             out.copy_(_stretch_of(updates[transfer.index], transfer.range))
 
-        def write(transfer: Transfer, part: torch.Tensor) -> None:
-            start = self._range(transfer.index).start
+        def unpack(transfer: Transfer, part: torch.Tensor) -> None:
+            start = self._ranges[transfer.index].start
             _stretch_of(pieces[transfer.index], transfer.range, start).copy_(part)
 
         with self.station.account.phase("exchange"):
-            self.station.rows.run(group.from_row, read, write)
+            self.station.rows.run(group.from_row, pack, unpack)
         return pieces
 
     def _at_home(self, group: MicroGroup, shards: Tensors, scratch: ExitStack) -> Tensors:
@@ -163,7 +167,7 @@ class Engine:
     def _to_home(self, group: MicroGroup, shards: Tensors, scratch: ExitStack) -> Tensors:
         """Put the shards of each matrix together at its home."""
         wholes: Tensors = {}
-        for i in filter(lambda i: self.is_home(self.plan[i]), self._row(group)):
+        for i in filter(lambda i: self.is_home(self.plan[i]), group.in_row):
             matrix = self.plan[i].matrix
             if not self.station.is_cut(matrix):
                 wholes[i] = shards[i].view(matrix.shape)
@@ -172,21 +176,21 @@ class Engine:
             view = self.station.shard_view(matrix, wholes[i], self.position.tp)
             view.copy_(shards[i].view(view.shape))
 
-        def read(transfer: Transfer, out: torch.Tensor) -> None:
+        def pack(transfer: Transfer, out: torch.Tensor) -> None:
             out.copy_(_stretch_of(shards[transfer.index], transfer.range))
 
-        def write(transfer: Transfer, part: torch.Tensor) -> None:
+        def unpack(transfer: Transfer, part: torch.Tensor) -> None:
             view = self._shard_of(transfer, wholes)
             write_stretch(view, transfer.range.start, transfer.range.end, part)
 
         with self.station.account.phase("exchange"):
-            self.station.columns.run(group.to_home, read, write)
+            self.station.columns.run(group.to_home, pack, unpack)
         return wholes
 
     def _from_home(self, group: MicroGroup, results: Tensors, scratch: ExitStack) -> Tensors:
         """Cut each update into the shards of its row."""
         updates: Tensors = {}
-        for i in self._row(group):
+        for i in group.in_row:
             matrix = self.plan[i].matrix
             if i in results and not self.station.is_cut(matrix):
                 updates[i] = results[i].view(-1)
@@ -196,21 +200,21 @@ class Engine:
                 view = self.station.shard_view(matrix, results[i], self.position.tp)
                 updates[i].view(view.shape).copy_(view)
 
-        def read(transfer: Transfer, out: torch.Tensor) -> None:
+        def pack(transfer: Transfer, out: torch.Tensor) -> None:
             view = self._shard_of(transfer, results)
             read_stretch(view, transfer.range.start, transfer.range.end, out)
 
-        def write(transfer: Transfer, part: torch.Tensor) -> None:
+        def unpack(transfer: Transfer, part: torch.Tensor) -> None:
             _stretch_of(updates[transfer.index], transfer.range).copy_(part)
 
         with self.station.account.phase("exchange"):
-            self.station.columns.run(group.from_home, read, write)
+            self.station.columns.run(group.from_home, pack, unpack)
         return updates
 
     def _on_shards(self, group: MicroGroup, shards: Tensors) -> Tensors:
         """From shards to shards of updates without bringing the whole together."""
         updates: Tensors = {}
-        for i in self._row(group):
+        for i in group.in_row:
             matrix, station = self.plan[i].matrix, self.station
             x = shards[i].view(matrix.local_shape)
             if station.settings.mode == "blockwise":
@@ -222,22 +226,10 @@ class Engine:
             updates[i] = station.round_(x).view(-1)
         return updates
 
-    def _row(self, group: MicroGroup) -> list[int]:
-        """Return the matrices whose home is in this rank's row."""
-        return [i for i in group.indices if self.plan[i].home.dp == self.position.dp]
-
     def _shard_of(self, transfer: Transfer, wholes: Tensors) -> torch.Tensor:
         """View the shard that a transfer carries a stretch of."""
         matrix = self.plan[transfer.index].matrix
         return self.station.shard_view(matrix, wholes[transfer.index], transfer.shard)
-
-    def _holds(self, i: int) -> bool:
-        return self.plan[i].owned.piece_of(self.position.dp) is not None
-
-    def _range(self, i: int) -> ParamRange:
-        piece = self.plan[i].owned.piece_of(self.position.dp)
-        assert piece is not None
-        return piece.range
 
     def _check(self, planned: PlannedMatrix) -> None:
         """Check that the group and the mode fit a matrix."""
@@ -255,3 +247,22 @@ class Engine:
 def _stretch_of(flat: torch.Tensor, range_: ParamRange, start: int = 0) -> torch.Tensor:
     """View the elements of a range in a flat tensor whose first element is ``start``."""
     return flat[range_.start - start : range_.end - start]
+
+
+def run_engines(
+    engines: Sequence[Engine], account: StepAccount, arena: Arena, read: Read, apply: Apply
+) -> None:
+    """Step every engine once; afterwards the account is of this step alone.
+
+    Args:
+        engines: Engines that share the account and the arena.
+        account: Where work is counted.
+        arena: Where scratch comes from.
+        read: See :meth:`Engine.step`.
+        apply: See :meth:`Engine.step`.
+    """
+    account.clear()
+    arena.restart_peak()
+    for engine in engines:
+        engine.step(read, apply)
+    account.traffic.peak_scratch_nbytes = arena.peak_lent_nbytes

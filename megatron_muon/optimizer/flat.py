@@ -7,9 +7,10 @@ updates of the size of AdamW's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -27,19 +28,23 @@ from megatron_muon.bookkeeping.plan import (
     make_plan,
 )
 from megatron_muon.collectives.arena import Arena
-from megatron_muon.errors import ConfigurationError, MuonError, PlanError
+from megatron_muon.errors import ConfigurationError, PlanError
 from megatron_muon.optimizer.account import StepAccount
-from megatron_muon.optimizer.engine import Engine
+from megatron_muon.optimizer.engine import Engine, run_engines
 from megatron_muon.optimizer.flat_records import (
     BufferSizes,
     Options,
+    Planned,
     Record,
     Report,
     agree,
-    check_options,
+    caused_by,
     check_plans,
     complete,
     gather_grid,
+    make_options,
+    raise_alike,
+    to_tell,
 )
 from megatron_muon.optimizer.station import EngineSettings, Station
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
@@ -160,6 +165,7 @@ class Muon(torch.optim.Optimizer):
         self.distributed_mode = False
         self._engines: list[Engine] | None = None
         self._params: dict[str, torch.Tensor] = {}
+        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None
 
     def enable_distributed_mode(
         self,
@@ -188,42 +194,52 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             ConfigurationError: A bucket's size is no multiple of the group's, or an option is
-                wrong.
-            PlanError: Ranks disagree, or a shard is not what its record says; on every rank.
+                wrong; on every rank.
+            PlanError: Ranks disagree, a shard is not what its record says, or a rank met any other
+                exception, which it chains; on every rank.
         """
         size, tp_size = dist_group.size(), 1 if tp_group is None else tp_group.size()
-        options = Options(
-            exchange, gather_budget_nbytes, _WIRE_DTYPE.itemsize,
-            tuple(tuple((n, start) for n, start in buckets) for buckets in global_buffer_sizes),
-        )  # fmt: skip
+        options: Options | None = None
         rows: list[Record] = []
-        error = None
+        error: Exception | None = None
         try:
-            check_options(options, size, tp_size)
+            options = make_options(
+                exchange, gather_budget_nbytes, _WIRE_DTYPE.itemsize, global_buffer_sizes, size,
+                tp_size,
+            )  # fmt: skip
             rows = self._own_rows(options, dist_group, dist_metas)
-        except MuonError as own_error:
+        except Exception as own_error:
             # The others wait for this rank's report, and raise the same.
             error = own_error
-        reports = gather_grid(Report(options, rows, error), dist_group, tp_group)
-        owned = agree(reports, size, tp_size)
-        self._params = {row.name: param for param, row in self._rows(dist_metas)}
-        sizes = {Grid(): GridSize(size, tp_size)}
-        plans = {
-            steps: make_plan(
-                [item for row, item in owned.items() if row.ns_steps == steps], sizes, steps
+        reports = gather_grid(Report(options, rows, to_tell(error)), dist_group, tp_group)
+        with caused_by(error):
+            owned = agree(reports, size, tp_size)
+        plans: dict[int, Plan] = {}
+        params: dict[str, torch.Tensor] = {}
+        engines: list[Engine] = []
+        try:
+            sizes = {Grid(): GridSize(size, tp_size)}
+            for steps in sorted({row.ns_steps for row in owned}):
+                items = [item for row, item in owned.items() if row.ns_steps == steps]
+                plans[steps] = make_plan(items, sizes, steps)
+            params = {row.name: param for param, row in self._rows(dist_metas)}
+            settings = EngineSettings(
+                orthogonalization=_orthogonalization(1),
+                exchange=exchange,
+                budget_nbytes=gather_budget_nbytes,
+                exchange_dtype=_WIRE_DTYPE,
             )
-            for steps in sorted({row.ns_steps for row in owned})
-        }
-        check_plans(gather_grid({s: p.fingerprint for s, p in plans.items()}, dist_group, tp_group))
-        settings = EngineSettings(
-            orthogonalization=_orthogonalization(1),
-            exchange=exchange,
-            budget_nbytes=gather_budget_nbytes,
-            exchange_dtype=_WIRE_DTYPE,
-        )
-        self._make_engines(plans, dist_group, tp_group, settings, self._device(dist_group))
+            device = _device(params.values(), dist_group)
+            engines = self._make_engines(plans, dist_group, tp_group, settings, device)
+            self._init_state()
+        except Exception as own_error:
+            error = own_error
+        fingerprints = {steps: plan.fingerprint for steps, plan in plans.items()}
+        everyones = gather_grid(Planned(fingerprints, to_tell(error)), dist_group, tp_group)
+        with caused_by(error):
+            check_plans(everyones)
+        self._params, self._engines, self._groups = params, engines, (dist_group, tp_group)
         self.distributed_mode = True
-        self._init_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -244,15 +260,14 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._engines is None:
             self._plan_whole_matrices()
-        self.account.clear()
-        self.arena.restart_peak()
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        for engine in self._engines or []:
-            engine.step(
-                lambda planned: self._input(planned, groups),
-                lambda planned, update: self._apply(planned, update, groups),
-            )
-        self.account.traffic.peak_scratch_nbytes = self.arena.peak_lent_nbytes
+        run_engines(
+            self._engines or [],
+            self.account,
+            self.arena,
+            lambda planned: self._input(planned, groups),
+            lambda planned, update: self._apply(planned, update, groups),
+        )
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._adamw(group)
@@ -270,16 +285,42 @@ class Muon(torch.optim.Optimizer):
         _check_group(self.param_groups[-1])
         self._engines = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the momentum of every matrix also before the first step.
+
+        Momentum is not made with the optimizer: shards may take the place of its parameters.
+        """
+        self._init_state()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned; the momentum stays fp32 for every dtype."""
+        """Load what ``state_dict()`` returned; in distributed mode collective over both groups.
+
+        Its options win over those of the groups here. The momentum stays fp32 for every dtype.
+
+        Raises:
+            ConfigurationError: The state is of other groups, lacks the momentum of a matrix or has
+                one of another shape, or has other options than those that are planned for; in
+                distributed mode on every rank. Nothing is loaded then.
+            PlanError: In distributed mode, a rank met any other exception.
+        """
+        momenta: dict[torch.Tensor, torch.Tensor] = {}
+        error: Exception | None = None
+        try:
+            momenta = self._check_state(state_dict)
+        except Exception as own_error:
+            if self._groups is None:
+                raise
+            error = own_error
+        if self._groups is not None:
+            with caused_by(error):
+                raise_alike("load_state_dict", gather_grid(to_tell(error), *self._groups))
         super().load_state_dict(state_dict)
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for param, key in zip(params, saved, strict=True):
-            momentum = state_dict["state"].get(key, {}).get(MOMENTUM)
-            if momentum is not None:
-                # torch has cast it to the dtype of the parameter.
-                self.state[param][MOMENTUM] = momentum.to(param.device, torch.float32, copy=True)
+        for param, momentum in momenta.items():
+            # torch has cast it to the dtype of the parameter.
+            self.state[param][MOMENTUM] = momentum.to(
+                param.device, torch.float32, copy=True, memory_format=torch.contiguous_format
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what was pickled, copied or loaded; a copy is not in distributed mode."""
@@ -331,6 +372,35 @@ class Muon(torch.optim.Optimizer):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update, alpha=-group["lr"] * size)
 
+    def _check_state(self, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, torch.Tensor]:
+        """Check that a state fits, and return the momentum of each parameter."""
+        saved_groups = state_dict["param_groups"]
+        own, theirs = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, saved_groups)
+        )
+        if own != theirs:
+            raise ConfigurationError(
+                f"the state has groups of {theirs} parameters, the optimizer of {own}."
+            )
+        momenta: dict[torch.Tensor, torch.Tensor] = {}
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            _check_group(saved)
+            if self.distributed_mode:
+                _check_planned(number, group, saved)
+            for position, (param, key) in enumerate(
+                zip(group["params"], saved["params"], strict=True)
+            ):
+                if saved["use_muon"] and param.numel():
+                    momenta[param] = momentum = state_dict["state"].get(key, {}).get(MOMENTUM)
+                    if not isinstance(momentum, torch.Tensor) or momentum.shape != param.shape:
+                        raise ConfigurationError(
+                            f"parameter {position} of group {number}, shape {tuple(param.shape)}, "
+                            f"has {_in_words(momentum)} in the state: expected the momentum of a "
+                            "parameter that Muon steps. Load a state of the same parameters."
+                        )
+        return momenta
+
     def _plan_whole_matrices(self) -> None:
         """Plan for one process: every matrix whole, nothing moves."""
         self._params = {}
@@ -356,7 +426,7 @@ class Muon(torch.optim.Optimizer):
             orthogonalization=_orthogonalization(1), exchange_dtype=_WIRE_DTYPE
         )
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
-        self._make_engines(plans, None, None, settings, device)
+        self._engines = self._make_engines(plans, None, None, settings, device)
         self._init_state()
 
     def _make_engines(
@@ -366,17 +436,24 @@ class Muon(torch.optim.Optimizer):
         tp_group: dist.ProcessGroup | None,
         settings: EngineSettings,
         device: torch.device,
-    ) -> None:
+    ) -> list[Engine]:
         """Make one engine for each number of Newton-Schulz steps."""
-        self._engines = []
+        engines = []
         for steps, plan in plans.items():
             own = replace(settings, orthogonalization=_orthogonalization(steps))
             station = Station(dist_group, tp_group, own, self.arena, self.account, device)
-            self._engines.append(Engine(plan.matrices, station))
+            engines.append(Engine(plan.matrices, station))
+        return engines
+
+    def _muon_params(self) -> Iterator[torch.Tensor]:
+        """Every parameter that Muon steps."""
+        for group in self.param_groups:
+            yield from group["params"] if group["use_muon"] else []
 
     def _init_state(self) -> None:
-        for param in self._params.values():
-            if MOMENTUM not in self.state[param]:
+        """Make the momentum of every parameter that has none."""
+        for param in self._muon_params():
+            if param.numel() and MOMENTUM not in self.state[param]:
                 self.state[param][MOMENTUM] = torch.zeros_like(
                     param, dtype=torch.float32, memory_format=torch.contiguous_format
                 )
@@ -404,14 +481,13 @@ class Muon(torch.optim.Optimizer):
         dist_metas: Mapping[torch.Tensor, MuonDistMeta],
     ) -> list[Record]:
         """Complete the records and return this rank's rows."""
-        for param_group in self.param_groups:
-            for param in param_group["params"] if param_group["use_muon"] else []:
-                if param not in dist_metas:
-                    raise PlanError(
-                        f"a shard of {param.numel()} elements is in a group with use_muon and has "
-                        "no MuonDistMeta. Give dist_metas one for each shard that Muon steps."
-                    )
-                complete(dist_metas[param], param.numel(), options, group)
+        for param in self._muon_params():
+            if param not in dist_metas:
+                raise PlanError(
+                    f"a shard of {param.numel()} elements is in a group with use_muon and has no "
+                    "MuonDistMeta. Give dist_metas one for each shard that Muon steps."
+                )
+            complete(dist_metas[param], param.numel(), options, group)
         rows = [row for _, row in self._rows(dist_metas)]
         for row, following in pairwise(sorted(rows)):
             if row.global_range == following.global_range and row.name == following.name:
@@ -421,24 +497,70 @@ class Muon(torch.optim.Optimizer):
                 )
         return rows
 
-    def _device(self, group: dist.ProcessGroup) -> torch.device:
-        """Where the shards are; a rank without one goes by the group's backend."""
-        for param in self._params.values():
-            return param.device
-        if dist.get_backend(group) == "gloo":
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+
+def _device(params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.device:
+    """Where the shards are; a rank without one goes by the group's backend."""
+    for param in params:
+        return param.device
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
-    beta1, beta2 = group["adamw_betas"]
-    for name, value, is_legal, expected in (
-        ("lr", group["lr"], group["lr"] >= 0, "0 or more"),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0, "0 or more"),
-        ("momentum", group["momentum"], 0 <= group["momentum"] < 1, "a factor in [0, 1)"),
-        ("ns_steps", group["ns_steps"], group["ns_steps"] >= 1, "1 or more"),
-        ("adamw_betas", group["adamw_betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1, "in [0, 1)"),
-        ("adamw_eps", group["adamw_eps"], group["adamw_eps"] >= 0, "0 or more"),
+    """Check the options of a group."""
+    factor, amount = "a factor in [0, 1)", "a finite number of 0 or more"
+    for name, is_legal, expected in (
+        ("lr", _is_amount, amount),
+        ("weight_decay", _is_amount, amount),
+        ("matched_adamw_rms", _is_amount, amount),
+        ("momentum", _is_factor, factor),
+        ("ns_steps", _is_count, "an integer of 1 or more"),
+        ("adamw_betas", _are_betas, "two factors in [0, 1)"),
+        ("adamw_eps", _is_amount, amount),
+        ("nesterov", _is_given, "a truth value"),
+        ("use_muon", _is_given, "a truth value"),
     ):
-        if not is_legal:
-            raise ConfigurationError(f"{name} is {value}: expected {expected}.")
+        value = group.get(name)
+        if not is_legal(value):
+            raise ConfigurationError(f"{name} is {value!r}: expected {expected}.")
+
+
+def _is_amount(value: object, below: float = math.inf) -> bool:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return isinstance(value, Real) and 0 <= float(value) < below
+
+
+def _is_factor(value: object) -> bool:
+    return _is_amount(value, below=1.0)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _are_betas(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(map(_is_factor, value))
+
+
+def _is_given(value: object) -> bool:
+    return value is not None
+
+
+def _check_planned(number: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check that a saved group has the options on which the plan of distributed mode depends."""
+    for name in ("use_muon", "ns_steps") if group["use_muon"] else ("use_muon",):
+        if saved[name] != group[name]:
+            raise ConfigurationError(
+                f"{name} of group {number} is {saved[name]} in the state, and {group[name]} is "
+                "planned for. Give the group the state's before enable_distributed_mode()."
+            )
+
+
+def _in_words(momentum: object) -> str:
+    if momentum is None:
+        return f"no {MOMENTUM}"
+    if isinstance(momentum, torch.Tensor):
+        return f"a {MOMENTUM} of shape {tuple(momentum.shape)}"
+    return f"a {MOMENTUM} of type {type(momentum).__name__}"

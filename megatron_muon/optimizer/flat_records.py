@@ -6,9 +6,11 @@ is the same error on every rank, and no rank waits for another that has given up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 
 import torch.distributed as dist
 
@@ -59,10 +61,29 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank tells the others before they plan together."""
+    """What one rank tells the others before they plan together.
 
-    options: Options
+    Attributes:
+        options: What it was given, ``None`` if that is wrong.
+        rows: The matrices that it holds a part of.
+        error: What it found wrong.
+    """
+
+    options: Options | None
     rows: list[Record]
+    error: MuonError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What one rank tells the others once it has planned.
+
+    Attributes:
+        fingerprints: Of each plan, by Newton-Schulz steps.
+        error: What went wrong.
+    """
+
+    fingerprints: dict[int, str]
     error: MuonError | None
 
 
@@ -70,27 +91,49 @@ type ByRank[T] = list[list[T]]
 """One value of each rank, by tensor-parallel and data-parallel rank."""
 
 
-def check_options(options: Options, size: int, tp_size: int) -> None:
-    """Check what this rank was given.
+def make_options(
+    exchange: str,
+    gather_budget_nbytes: object,
+    itemsize: int,
+    global_buffer_sizes: BufferSizes,
+    size: int,
+    tp_size: int,
+) -> Options:
+    """Check what this rank was given, and return it.
+
+    Args:
+        exchange: See :meth:`~megatron_muon.optimizer.flat.Muon.enable_distributed_mode`.
+        gather_budget_nbytes: See there.
+        itemsize: Bytes of an element that travels.
+        global_buffer_sizes: See there.
+        size: Ranks of the data-parallel group.
+        tp_size: Ranks of the tensor-parallel group.
 
     Raises:
         ConfigurationError: An option is out of its range, or a bucket cannot be cut equally.
+        Exception: The sizes are no pairs of integers.
     """
-    if options.exchange not in EXCHANGES:
-        raise ConfigurationError(f"exchange is {options.exchange!r}: expected homes or gather.")
+    if exchange not in EXCHANGES:
+        raise ConfigurationError(f"exchange is {exchange!r}: expected homes or gather.")
     # A gather moves an element of each rank at the least, and this rank's own.
-    least = max(64, (max(size, tp_size) + 1) * options.itemsize)
-    if options.gather_budget_nbytes < least:
+    least = max(64, (max(size, tp_size) + 1) * itemsize)
+    if not isinstance(gather_budget_nbytes, int) or gather_budget_nbytes < least:
         raise ConfigurationError(
-            f"gather_budget_nbytes is {options.gather_budget_nbytes}: expected {least} or more."
+            f"gather_budget_nbytes is {gather_budget_nbytes!r}: expected an integer of {least} or "
+            "more."
         )
-    for buffer_idx, buckets in enumerate(options.global_buffer_sizes):
+    sizes = tuple(
+        tuple((index(numel), index(offset)) for numel, offset in buckets)
+        for buckets in global_buffer_sizes
+    )
+    for buffer_idx, buckets in enumerate(sizes):
         for bucket_idx, (numel, _) in enumerate(buckets):
             if numel % size:
                 raise ConfigurationError(
                     f"bucket {bucket_idx} of buffer {buffer_idx} has {numel} elements, no multiple "
                     f"of the {size} ranks of dist_group. Pad it."
                 )
+    return Options(exchange, gather_budget_nbytes, itemsize, sizes)
 
 
 def complete(meta: MuonDistMeta, numel: int, options: Options, group: dist.ProcessGroup) -> None:
@@ -128,26 +171,59 @@ def gather_grid[T](
     return [column] if tp_group is None else gather(column, tp_group)
 
 
-def _check_reports(reports: ByRank[Report]) -> None:
-    """Raise on every rank what one found, a wrong option first and a wrong record last."""
-    everyone = {
-        f"data-parallel rank {rank}, tensor-parallel rank {tp_rank}": report
-        for tp_rank, column in enumerate(reports)
-        for rank, report in enumerate(column)
+def to_tell(error: Exception | None) -> MuonError | None:
+    """Return an error of this rank as one that can be told to the others."""
+    if error is None or isinstance(error, MuonError):
+        return error
+    return PlanError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def caused_by(error: Exception | None) -> Iterator[None]:
+    """Chain what all ranks are told to the error that this rank found, if it found one."""
+    try:
+        yield
+    except MuonError as told:
+        raise told from error
+
+
+def raise_alike(call: str, errors: ByRank[MuonError | None]) -> None:
+    """Raise on every rank what one found, a wrong option first.
+
+    Args:
+        call: What the ranks have called, for the message.
+        errors: What each of them found.
+    """
+    wrong = [(where, error) for where, error in _by_place(errors).items() if error is not None]
+    for where, error in wrong:
+        if isinstance(error, ConfigurationError):
+            raise ConfigurationError(f"{call}, {where}: {error}")
+    for where, error in wrong:
+        raise PlanError(f"{call}, {where}: {error}")
+
+
+def _by_place[T](values: ByRank[T]) -> dict[str, T]:
+    return {
+        f"data-parallel rank {rank}, tensor-parallel rank {tp_rank}": value
+        for tp_rank, column in enumerate(values)
+        for rank, value in enumerate(column)
     }
+
+
+def _check_reports(reports: ByRank[Report]) -> Options:
+    """Raise on every rank what one found, a wrong option first and a wrong record last."""
+    call, everyone = "enable_distributed_mode", _by_place(reports)
+    raise_alike(call, [[r.error if r.options is None else None for r in col] for col in reports])
     options = reports[0][0].options
-    for where, report in everyone.items():
-        if isinstance(report.error, ConfigurationError):
-            raise ConfigurationError(f"enable_distributed_mode, {where}: {report.error}")
     for where, report in everyone.items():
         if report.options != options:
             raise PlanError(
-                f"enable_distributed_mode, {where} was given {report.options}, rank 0 of both "
-                f"groups {options}. Give every rank the same."
+                f"{call}, {where} was given {report.options}, rank 0 of both groups {options}. "
+                "Give every rank the same."
             )
-    for where, report in everyone.items():
-        if report.error is not None:
-            raise PlanError(f"enable_distributed_mode, {where}: {report.error}")
+    raise_alike(call, [[report.error for report in column] for column in reports])
+    assert options is not None
+    return options
 
 
 def agree(reports: ByRank[Report], size: int, tp_size: int) -> dict[Record, OwnedMatrix]:
@@ -162,8 +238,14 @@ def agree(reports: ByRank[Report], size: int, tp_size: int) -> dict[Record, Owne
         MuonError: A rank found an error, two ranks were given different options or records, or a
             rank lacks a shard.
     """
-    _check_reports(reports)
-    rows = sorted({row for column in reports for report in column for row in report.rows})
+    options = _check_reports(reports)
+    # Each matrix has a set of data-parallel ranks for each tensor-parallel rank.
+    holders: dict[Record, list[set[int]]] = {}
+    for tp_rank, column in enumerate(reports):
+        for rank, report in enumerate(column):
+            for row in report.rows:
+                holders.setdefault(row, [set() for _ in reports])[tp_rank].add(rank)
+    rows = sorted(holders)
     for row, following in pairwise(rows):
         if row.name == following.name:
             raise PlanError(
@@ -175,21 +257,22 @@ def agree(reports: ByRank[Report], size: int, tp_size: int) -> dict[Record, Owne
                 f"enable_distributed_mode: {row} and {following} overlap. Give each matrix a range "
                 "of its own."
             )
-    return {row: _owned(row, reports, size, tp_size) for row in rows}
+    return {row: _owned(row, options, holders[row], size, tp_size) for row in rows}
 
 
-def _owned(row: Record, reports: ByRank[Report], size: int, tp_size: int) -> OwnedMatrix:
+def _owned(
+    row: Record, options: Options, holders: Sequence[set[int]], size: int, tp_size: int
+) -> OwnedMatrix:
     """Return who holds a matrix, once all of them have said so."""
-    numel, offset = reports[0][0].options.global_buffer_sizes[row.buffer_idx][row.bucket_idx]
-    pieces = tuple(held_by_slices(row.global_range, (offset, offset + numel), size))
-    holders = {piece.rank for piece in pieces}
-    for tp_rank, column in enumerate(reports):
-        found = {rank for rank, report in enumerate(column) if row in report.rows}
-        if found != holders:
+    numel, offset = options.global_buffer_sizes[row.buffer_idx][row.bucket_idx]
+    pieces = held_by_slices(row.global_range, (offset, offset + numel), size)
+    expected = {piece.rank for piece in pieces}
+    for tp_rank, found in enumerate(holders):
+        if found != expected:
             raise PlanError(
                 f"enable_distributed_mode: {row.name}, shape {row.shape}, tp_split_dim "
                 f"{row.tp_split_dim}, {row.ns_steps} Newton-Schulz steps, lies on data-parallel "
-                f"ranks {sorted(holders)}, but of tensor-parallel rank {tp_rank} the ranks "
+                f"ranks {sorted(expected)}, but of tensor-parallel rank {tp_rank} the ranks "
                 f"{sorted(found)} have it. Give every rank the records of all its shards."
             )
     return OwnedMatrix(
@@ -198,17 +281,21 @@ def _owned(row: Record, reports: ByRank[Report], size: int, tp_size: int) -> Own
     )  # fmt: skip
 
 
-def check_plans(fingerprints: ByRank[dict[int, str]]) -> None:
-    """Check that all ranks have planned alike, since they would wait for each other forever."""
-    for tp_rank, column in enumerate(fingerprints):
-        for rank, theirs in enumerate(column):
-            if theirs != fingerprints[0][0]:
-                raise PlanError(
-                    f"enable_distributed_mode: data-parallel rank {rank}, tensor-parallel rank "
-                    f"{tp_rank} has planned {theirs}, rank 0 of both groups {fingerprints[0][0]} "
-                    "(Newton-Schulz steps: fingerprint) from the same records. Run the same "
-                    "version on every rank."
-                )
+def check_plans(everyones: ByRank[Planned]) -> None:
+    """Check that all ranks have planned alike, since they would wait for each other forever.
+
+    Raises:
+        MuonError: A rank found an error, or planned otherwise than another.
+    """
+    call, first = "enable_distributed_mode", everyones[0][0]
+    raise_alike(call, [[planned.error for planned in column] for column in everyones])
+    for where, planned in _by_place(everyones).items():
+        if planned.fingerprints != first.fingerprints:
+            raise PlanError(
+                f"{call}: {where} has planned {planned.fingerprints}, rank 0 of both groups "
+                f"{first.fingerprints} (Newton-Schulz steps: fingerprint) from the same records. "
+                "Run the same version on every rank."
+            )
 
 
 def _logical(row: Record, tp_size: int) -> LogicalMatrix:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
+from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.collectives.exchange import gather_flat
@@ -18,7 +19,11 @@ from megatron_muon.optimizer.station import Station
 
 
 def gathered_update(
-    station: Station, planned: PlannedMatrix, own: torch.Tensor | None, scratch: ExitStack
+    station: Station,
+    planned: PlannedMatrix,
+    range_: ParamRange | None,
+    own: torch.Tensor | None,
+    scratch: ExitStack,
 ) -> torch.Tensor | None:
     """Return the update of this rank's piece of a matrix; every rank of the grid enters.
 
@@ -27,19 +32,19 @@ def gathered_update(
     Args:
         station: This rank.
         planned: The matrix.
-        own: What is orthogonalized of this rank's piece, flat scratch; ``None`` if it has none.
+        range_: Elements of its shard that this rank holds; ``None`` if it has none.
+        own: What is orthogonalized of them, flat scratch; ``None`` if it has none.
         scratch: What is borrowed until.
     """
     with station.account.phase("exchange"):
         shard = _gather_pieces(station, planned, own, scratch)
-        piece = planned.owned.piece_of(station.position.dp)
-        if shard is None or piece is None:
+        if shard is None or range_ is None:
             return None
         whole = _gather_shards(station, planned.matrix, shard, scratch)
     station.orthogonalize([(whole, whole, planned.matrix.blocks)])
-    update = station.borrow(piece.range.numel, scratch)
+    update = station.borrow(range_.numel, scratch)
     view = station.shard_view(planned.matrix, station.round_(whole), station.position.tp)
-    read_stretch(view, piece.range.start, piece.range.end, update)
+    read_stretch(view, range_.start, range_.end, update)
     return update
 
 

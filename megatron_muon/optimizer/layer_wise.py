@@ -177,6 +177,43 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         self.use_buffer_param_sync = True
         self.overlap_param_gather = _overlaps_param_gather(chunks)
 
+    def shard_params(
+        self, optimizers: list[torch.optim.Optimizer], full_param_layouts: Any = None
+    ) -> None:
+        """Narrow the optimizers to what this rank owns; called by Megatron's constructor.
+
+        0.19.2 shards nothing where the data-parallel group has one rank, although the expert
+        data-parallel group may have more (expert tensor parallelism below tensor parallelism).
+        """
+        sizes = [1 if group is None else group.size() for group in (self.dp_cp, self.expt_dp)]
+        if max(sizes) == 1:
+            self.dp_cp_params_list = self.expt_dp_params_list = None
+        elif full_param_layouts is not None:
+            self._shard_params_from_layout(optimizers, full_param_layouts, *sizes)
+        else:
+            self._shard_params_ping_pong(optimizers, *sizes)
+
+    def get_grad_stats_parallel_group(self) -> None:
+        """Return the group of gradient statistics: all ranks, also those that own no matrix."""
+        return None
+
+    def state_dict(self) -> Any:
+        """Return the state of a checkpoint of Megatron's ``torch`` format."""
+        self._check_checkpoints()
+        return super().state_dict()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of a checkpoint of Megatron's ``torch_dist`` format."""
+        self._check_checkpoints()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def _check_checkpoints(self) -> None:
+        """Refuse what would fail half-way: Megatron looks for AdamW's state in the flat layout."""
+        if self.kind == "flat":
+            raise UnsupportedError(
+                "Checkpoints do not work with --muon-layout flat yet: use --muon-layout owner."
+            )
+
     @property
     def _broadcasts(self) -> bool:
         """Whether owners broadcast their matrices: gloo takes no gathers of uneven size."""

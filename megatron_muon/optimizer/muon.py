@@ -14,7 +14,7 @@ from megatron_muon.collectives.arena import Arena
 from megatron_muon.errors import ConfigurationError, PlanError
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.engine import Engine
+from megatron_muon.optimizer.engine import Engine, run_engines
 from megatron_muon.optimizer.station import EngineSettings, Station
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import advance_momentum, apply_update
@@ -154,8 +154,6 @@ class OwnedMuon(torch.optim.Optimizer):
                 "A Muon of Megatron's factory belongs to no plan. Build the optimizer with "
                 "megatron.core.optimizer.get_megatron_optimizer."
             )
-        self.account.clear()
-        self.arena.restart_peak()
         work = self._work()
 
         def read(planned: PlannedMatrix) -> torch.Tensor:
@@ -170,9 +168,7 @@ class OwnedMuon(torch.optim.Optimizer):
             item = work[planned.matrix.name]
             apply_update(item.param.view(-1), update, item.group["lr"], item.group["weight_decay"])
 
-        for engine in self.engines:
-            engine.step(read, apply)
-        self.account.traffic.peak_scratch_nbytes = self.arena.peak_lent_nbytes
+        run_engines(self.engines, self.account, self.arena, read, apply)
 
     def close(self) -> None:
         """Give up all scratch. May be called twice; a later step takes new scratch."""

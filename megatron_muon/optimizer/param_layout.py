@@ -26,10 +26,10 @@ class MuonParamLayout(FullParamLayout):
 
     Attributes:
         kind: ``owner``: every matrix whole in one owner's shard; ``flat``: Megatron's own
-            byte-sharded buckets.
+            byte-sharded buckets; ``None`` for a chunk without parameters.
     """
 
-    kind: str = "owner"
+    kind: str | None = None
 
 
 def compute_param_layout(
@@ -43,9 +43,7 @@ def compute_param_layout(
 
     The arguments are those of :meth:`.LayerWiseMuonOptimizer.compute_full_param_layout`.
     """
-    layout = MuonParamLayout(
-        kind=next((getattr(p, LAYOUT) for p in params if hasattr(p, LAYOUT)), "owner")
-    )
+    layout = MuonParamLayout(kind=next((getattr(p, LAYOUT, "owner") for p in params), None))
     groups = group_params_for_buffers(params, ddp_config.grad_reduce_in_fp32)
     for key, (members, param_indices) in groups.items():
         num_shards = data_parallel_world_size
@@ -104,7 +102,8 @@ def verify_layout(chunk: Any) -> None:
 def published_kind(chunks: Sequence[Any]) -> str | None:
     """Return the layout that the model chunks were wrapped with, ``None`` if with none."""
     layouts = (getattr(chunk, "full_param_layout", None) for chunk in chunks)
-    return next((layout.kind for layout in layouts if isinstance(layout, MuonParamLayout)), None)
+    kinds = (layout.kind for layout in layouts if isinstance(layout, MuonParamLayout))
+    return next((kind for kind in kinds if kind is not None), None)
 
 
 def buffers_of(chunks: Sequence[Any], is_expert: bool, of_matrices: bool) -> dict[int, list[Any]]:

@@ -27,7 +27,7 @@ SPREADS = {
 }
 """Where Newton-Schulz runs, by ``--muon-tp-mode``."""
 
-Work = tuple[torch.Tensor, torch.Tensor, Sequence[LogicalBlock]]
+BlockWork = tuple[torch.Tensor, torch.Tensor, Sequence[LogicalBlock]]
 """A matrix, where its update goes (the matrix itself or other memory), and its blocks."""
 
 
@@ -95,7 +95,12 @@ class Station:
             settings.exchange_dtype, device, arena, account.traffic, settings.budget_nbytes
         )
         self.rows, self.columns = Exchange(dp_group, self.wire), Exchange(tp_group, self.wire)
-        self.position = Position(dp=self.rows.rank, tp=self.columns.rank, tp_size=self.columns.size)
+        self.position = Position(
+            dp=self.rows.rank,
+            tp=self.columns.rank,
+            dp_size=self.rows.size,
+            tp_size=self.columns.size,
+        )
 
     def borrow(self, numel: int, scratch: ExitStack) -> torch.Tensor:
         """Borrow a flat fp32 tensor until ``scratch`` closes."""
@@ -114,25 +119,60 @@ class Station:
         """Whether no rank of a row holds a whole matrix."""
         return matrix.tp_dim is not None and self.position.tp_size > 1
 
-    def orthogonalize(self, work: Sequence[Work]) -> None:
-        """Orthogonalize the blocks of several matrices, those of equal shape together."""
-        inputs: list[torch.Tensor] = []
-        views: list[torch.Tensor] = []
+    def orthogonalize(self, work: Sequence[BlockWork]) -> None:
+        """Orthogonalize the blocks of several matrices, those of equal shape together.
+
+        A matrix that lies in one run of lines is read and written where it is. One scattered over
+        several runs is copied together, as many at a time as the budget has room for, or one.
+        """
+        in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
+        scattered: list[tuple[torch.Tensor, torch.Tensor, LogicalBlock]] = []
         for x, out, blocks in work:
             for block in blocks:
-                inputs += [as_matrix(view, block) for view in block_views(x, block)]
-                views += block_views(out, block)
-        outputs = [
-            view if view.ndim == 2 else torch.empty_like(x)
-            for view, x in zip(views, inputs, strict=True)
-        ]
+                views = block_views(x, block)
+                targets = views if out is x else block_views(out, block)
+                for view, target in zip(views, targets, strict=True):
+                    if view.ndim == 2:
+                        in_place.append((view, target))
+                    else:
+                        scattered.append((view, target, block))
+                for shape in block.matrix_shapes((x.shape[0], x.shape[1])):
+                    self.count(shape)
         with self.account.phase("newton_schulz"):
-            self.settings.orthogonalization.blocks(inputs, outputs)
-            for view, output in zip(views, outputs, strict=True):
-                if view is not output:
-                    view.copy_(output.view(view.shape))
-        for x in inputs:
-            self.count(x.shape)
+            self.settings.orthogonalization.blocks(
+                [view for view, _ in in_place], [target for _, target in in_place]
+            )
+            self._orthogonalize_copies(scattered)
+
+    def _orthogonalize_copies(
+        self, scattered: list[tuple[torch.Tensor, torch.Tensor, LogicalBlock]]
+    ) -> None:
+        """Orthogonalize matrices by way of copies, in runs that fit into the scratch.
+
+        Args:
+            scattered: The view of a matrix, where its update goes, and the block it is of.
+        """
+        if not scattered:
+            return
+        scattered.sort(key=lambda item: (item[0].numel(), item[0].shape))  # equal ones together
+        numels = [view.numel() for view, _, _ in scattered]
+        budget_numel = self.settings.budget_nbytes // torch.float32.itemsize
+        room = max(numels[-1], min(sum(numels), budget_numel))
+        with ExitStack() as scratch:
+            memory = self.borrow(room, scratch)
+            first = 0
+            while first < len(scattered):
+                end, copies, used = first, [], 0
+                while end < len(scattered) and used + numels[end] <= room:
+                    view, _, block = scattered[end]
+                    copy = memory[used : used + numels[end]].view(view.shape).copy_(view)
+                    copies.append(as_matrix(copy, block))
+                    used += numels[end]
+                    end += 1
+                self.settings.orthogonalization.blocks(copies, copies)
+                for (_, target, _), copy in zip(scattered[first:end], copies, strict=True):
+                    target.copy_(copy.view(target.shape))
+                first = end
 
     def count(self, shape: Sequence[int]) -> None:
         """Count the Newton-Schulz of one block."""

@@ -6,13 +6,18 @@ sums in another order than one process does.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.collectives.exchange import reduce_flat
 from megatron_muon.optimizer.station import Station
+from megatron_muon.orthogonalize.arithmetic import choose_arithmetic, products_in
+from megatron_muon.orthogonalize.blocks import TINY
 from megatron_muon.orthogonalize.coefficients import coefficients
+from megatron_muon.orthogonalize.products import Products
 from megatron_muon.orthogonalize.views import as_matrix, block_views
 
 
@@ -47,19 +52,36 @@ def _iterate(station: Station, x: torch.Tensor) -> torch.Tensor:
         station: This rank.
         x: Its columns, ``(m, n / ranks)`` fp32.
     """
-    orthogonalization, group = station.settings.orthogonalization, station.columns.group
+    settings, group = station.settings.orthogonalization, station.columns.group
     assert group is not None
-    dtype = torch.bfloat16 if orthogonalization.matmul_precision == "medium" else torch.float32
-    largest = x.abs().amax().reshape(1) if x.numel() else x.new_zeros(1)
-    reduce_flat(largest, group, station.wire, dist.ReduceOp.MAX)
-    x = x / torch.where(largest == 0, torch.ones_like(largest), largest)
-    square = x.square().sum().reshape(1)
-    reduce_flat(square, group, station.wire)
-    x = (x / torch.where(square == 0, torch.ones_like(square), square).sqrt()).to(dtype)
-    triples = coefficients(orthogonalization.coefficient_type, orthogonalization.num_steps)
-    for a, b, c in triples:
-        gram = x @ x.mT
-        reduce_flat(gram.view(-1), group, station.wire)
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
+    arithmetic = choose_arithmetic(settings.matmul_precision, x.device.type)
+    x = _normalized(station, x, group).to(arithmetic.dtype)
+    num_rows, num_columns = x.shape
+    gram, polynomial = x.new_empty(num_rows, num_rows), x.new_empty(num_rows, num_rows)
+    other = torch.empty_like(x)
+    largest_numel = num_rows * max(num_rows, num_columns)
+    products = Products(
+        rounding=torch.empty(largest_numel, dtype=torch.bfloat16, device=x.device)
+        if arithmetic.rounds
+        else None
+    )
+    products.round_(x)
+    with products_in(settings.matmul_precision):
+        for a, b, c in coefficients(settings.coefficient_type, settings.num_steps):
+            products.gram(x, gram)
+            reduce_flat(gram.view(-1), group, station.wire)
+            products.round_(gram)
+            products.add(gram, b, gram, gram, c, polynomial)
+            products.add(x, a, polynomial, x, 1.0, other)
+            x, other = other, x
     return x.float()
+
+
+def _normalized(station: Station, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Divide by the norm of the whole matrix, as :func:`.blocks.normalize` does."""
+    largest = torch.linalg.vector_norm(x, math.inf).reshape(1)
+    reduce_flat(largest, group, station.wire, dist.ReduceOp.MAX)
+    x = x / largest.clamp_min_(TINY)
+    square = torch.linalg.vector_norm(x).square().reshape(1)
+    reduce_flat(square, group, station.wire)
+    return x.div_(square.sqrt_().clamp_min_(TINY))

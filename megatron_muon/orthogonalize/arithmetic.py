@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
+from emerging_optimizers.utils import fp32_matmul_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,15 @@ def choose_arithmetic(precision: str, device_type: str) -> Arithmetic:
     if precision == "high":
         return TF32
     return BF16 if device_type != "cpu" or _cpu_multiplies_bf16() else BF16_IN_FP32
+
+
+def products_in(precision: str) -> AbstractContextManager[None]:
+    """Let torch multiply in a matmul precision inside a ``with`` block, whatever is set outside."""
+    # Under "medium" torch would shorten the factors of fp32 products; bf16 ones do not read it.
+    context: AbstractContextManager[None] = fp32_matmul_precision(
+        "highest" if precision == "medium" else precision
+    )
+    return context
 
 
 @cache

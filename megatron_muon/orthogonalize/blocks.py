@@ -11,14 +11,15 @@ from megatron_muon.orthogonalize.arithmetic import Arithmetic
 from megatron_muon.orthogonalize.coefficients import Coefficients
 from megatron_muon.orthogonalize.iteration import Scratch, iterate, segment_lengths
 from megatron_muon.orthogonalize.kernels import Kernel, choose_kernel
-from megatron_muon.orthogonalize.products import STRIP_ROWS, Products, syrk_applies
+from megatron_muon.orthogonalize.products import STRIP_ROWS, Products
 
 BATCH_NBYTES = 1 << 20
 """Bytes of the largest batch, its blocks counted once. The whole of its scratch is two to six times
 as large, and a batch that leaves the second-level cache is slower than a smaller one."""
 
 _ALIGNMENT_NBYTES = 64
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
+"""Least number that is divided by in normalisation."""
 
 
 @torch.no_grad()
@@ -29,7 +30,6 @@ def orthogonalize_blocks(
     arithmetic: Arithmetic,
     *,
     batch_nbytes: int = BATCH_NBYTES,
-    use_syrk: bool = False,
 ) -> None:
     """Write the orthogonalized blocks.
 
@@ -43,7 +43,6 @@ def orthogonalize_blocks(
         coefficients: The triples of all steps.
         arithmetic: How products are computed.
         batch_nbytes: Bytes of the largest batch; a single block may be larger.
-        use_syrk: Whether to multiply by emerging-optimizers' Triton SYRK where it applies.
     """
     groups: dict[tuple[int, int, torch.device], list[int]] = {}
     for i, x in enumerate(xs):
@@ -53,11 +52,12 @@ def orthogonalize_blocks(
         kernel = choose_kernel(short, long, arithmetic, device.type)
         fitting = max(1, batch_nbytes // (short * long * arithmetic.dtype.itemsize))
         count = min(fitting, len(members)) if kernel.batched else 1
-        workspace = _Workspace((count, short, long), kernel, arithmetic, device, use_syrk)
+        workspace = _Workspace((count, short, long), kernel, arithmetic, device)
         with _one_thread() if kernel.batched else nullcontext():
             for first in range(0, len(members), count):
                 batch = members[first : first + count]
                 workspace.run([xs[i] for i in batch], [outs[i] for i in batch], coefficients)
+        del workspace  # before that of the next shape is made
 
 
 def normalize(x: torch.Tensor) -> None:
@@ -72,9 +72,9 @@ def normalize(x: torch.Tensor) -> None:
     """
     sides = (-2, -1)
     largest = torch.maximum(x.amax(sides, keepdim=True), x.amin(sides, keepdim=True).neg_())
-    x.div_(largest.clamp_min_(_TINY))
+    x.div_(largest.clamp_min_(TINY))
     row_norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    x.div_(torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True).clamp_min_(_TINY))
+    x.div_(torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True).clamp_min_(TINY))
 
 
 class _Workspace:
@@ -86,7 +86,6 @@ class _Workspace:
         kernel: Kernel,
         arithmetic: Arithmetic,
         device: torch.device,
-        use_syrk: bool,
     ) -> None:
         """Take the memory.
 
@@ -95,7 +94,6 @@ class _Workspace:
             kernel: Their kernel.
             arithmetic: How products are computed.
             device: Where they are computed.
-            use_syrk: Whether to use the Triton SYRK where it applies.
         """
         count, short, long = shape
         dtype = arithmetic.dtype
@@ -114,7 +112,6 @@ class _Workspace:
             rounding=torch.empty(count * short * long, dtype=torch.bfloat16, device=device)
             if arithmetic.rounds
             else None,
-            use_syrk=use_syrk and syrk_applies(short, long, dtype, device),
         )
 
     def run(

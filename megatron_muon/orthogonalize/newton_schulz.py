@@ -1,4 +1,4 @@
-"""Newton-Schulz on the logical blocks of a whole matrix.
+"""Newton-Schulz with the settings of a run: coefficients, precision and the size of the update.
 
 References:
     Muon: https://kellerjordan.github.io/posts/muon/
@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
-from emerging_optimizers.utils import fp32_matmul_precision
 
-from megatron_muon.bookkeeping.matrix import LogicalBlock
-from megatron_muon.orthogonalize.arithmetic import choose_arithmetic
+from megatron_muon.orthogonalize.arithmetic import choose_arithmetic, products_in
 from megatron_muon.orthogonalize.blocks import BATCH_NBYTES, orthogonalize_blocks
 from megatron_muon.orthogonalize.coefficients import Coefficients, coefficients
 
@@ -31,9 +29,6 @@ class Orthogonalization:
         extra_scale_factor: Factor on top of it.
         matmul_precision: ``medium`` multiplies in bf16, ``high`` and ``highest`` in fp32.
         batch_nbytes: Bytes of the largest batch of blocks that are multiplied together.
-        use_syrk: Whether bf16 products ``x x^T`` on CUDA go through emerging-optimizers' Triton
-            SYRK where it applies. It picks its tiles by timing them, in each process for itself,
-            so that ranks which must find the same bits may not.
     """
 
     num_steps: int
@@ -42,7 +37,6 @@ class Orthogonalization:
     extra_scale_factor: float
     matmul_precision: str
     batch_nbytes: int = BATCH_NBYTES
-    use_syrk: bool = False
 
     def scale(self, rows: int, columns: int) -> float:
         """Factor of the update of a block of shape ``(rows, columns)``."""
@@ -77,32 +71,11 @@ class Orthogonalization:
             coefficients(self.coefficient_type, self.num_steps),
             self.matmul_precision,
             self.batch_nbytes,
-            self.use_syrk,
         )
         for update in updates:
             if update.numel():
                 update.mul_(self.scale(*update.shape))
         return updates
-
-    def matrix(
-        self, x: torch.Tensor, blocks: Sequence[LogicalBlock], out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the update of a whole matrix, block by block.
-
-        Args:
-            x: The matrix, ``(M, N)`` fp32.
-            blocks: Its logical blocks; together they cover it once.
-            out: Where the update goes, ``(M, N)``; ``None`` makes a new tensor. It may be ``x``.
-
-        Returns:
-            The update, ``(M, N)``; fp32 without ``out``.
-        """
-        update = torch.empty_like(x, dtype=torch.float32) if out is None else out
-        for block in blocks:
-            source = block_rows(x, block)
-            block_update = self.block(source.reshape(-1, source.shape[-1]))
-            block_rows(update, block).copy_(block_update.view(source.shape))
-        return update
 
 
 def orthogonalize(
@@ -126,23 +99,12 @@ def orthogonalize(
     return out
 
 
-def block_rows(x: torch.Tensor, block: LogicalBlock) -> torch.Tensor:
-    """View the rows of a block, ``(count, run, N)``, of an ``(M, N)`` matrix."""
-    row, column = x.stride()
-    return x.as_strided(
-        (block.count, block.run, x.shape[1]),
-        (block.period * row, row, column),
-        x.storage_offset() + block.start * row,
-    )
-
-
 def _orthogonalize_into(
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
     steps: Coefficients,
     precision: str,
     batch_nbytes: int = BATCH_NBYTES,
-    use_syrk: bool = False,
 ) -> None:
     for x in xs:
         if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16):
@@ -151,8 +113,7 @@ def _orthogonalize_into(
                 f"{x.dtype}. Convert it first."
             )
     device_types = {x.device.type for x in xs}
-    # Under "medium" torch would shorten the factors of fp32 products; bf16 ones do not read it.
-    with fp32_matmul_precision("highest" if precision == "medium" else precision):
+    with products_in(precision):
         for device_type in sorted(device_types):
             members = [i for i, x in enumerate(xs) if x.device.type == device_type]
             orthogonalize_blocks(
@@ -161,5 +122,4 @@ def _orthogonalize_into(
                 steps,
                 choose_arithmetic(precision, device_type),
                 batch_nbytes=batch_nbytes,
-                use_syrk=use_syrk,
             )

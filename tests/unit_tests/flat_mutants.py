@@ -69,12 +69,12 @@ def _piece_left_out(dp: int) -> Iterator[None]:
     run_, gather = station.Exchange.run, gathered.gather_flat
 
     def to_row(self: Any, group: Any, inputs: Any, scratch: Any) -> Any:
-        def run_blank(exchange: Any, rounds: Any, read: Any, write: Any) -> None:
-            def write_blank(transfer: Any, part: torch.Tensor) -> None:
+        def run_blank(exchange: Any, rounds: Any, pack: Any, unpack: Any) -> None:
+            def unpack_blank(transfer: Any, part: torch.Tensor) -> None:
                 straddles = self.plan[transfer.index].owned.owner is None
-                write(transfer, part.zero_() if straddles else part)
+                unpack(transfer, part.zero_() if straddles else part)
 
-            run_(exchange, rounds, read, write_blank)
+            run_(exchange, rounds, pack, unpack_blank)
 
         with mock.patch.object(station.Exchange, "run", run_blank):
             return original_to_row(self, group, inputs, scratch)

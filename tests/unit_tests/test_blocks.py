@@ -404,6 +404,26 @@ def test_views_partition_the_matrix(parts, others, is_columns, transposed):
     assert memory.sum() == x.numel()
 
 
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(1, 5),
+    st.sampled_from([0, 1]),
+)  # fmt: skip
+def test_lines_with_gaps_are_a_view(count, run, gap, start, others, dim):
+    """Runs that begin, lie and end anywhere, in memory of any strides and offset."""
+    block = LogicalBlock("b", start, run, run + gap, count, dim)
+    lines = torch.tensor(joined(lines_of(block)))
+    shape = oriented(int(lines[-1]) + 1, others, bool(dim))
+    numel = shape[0] * shape[1]
+    for x in (
+        torch.arange(numel).view(shape),
+        torch.arange(numel).view(shape[::-1]).T,
+        torch.arange(2 * numel).view(2 * shape[0], shape[1])[shape[0] :],
+    ):
+        (view,) = block_views(x, block)
+        assert torch.equal(as_matrix(view, block), x.index_select(dim, lines))
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def test_a_view_of_one_run_is_no_copy():
     x = torch.zeros(24, 3)
     gated = config(attention_output_gate=True)

@@ -100,6 +100,19 @@ IN_BOTH_LAYOUTS: dict[str, tuple[int, Case]] = {
     ),
 }  # fmt: skip
 
+# Megatron 0.19.2 shards no expert where the dense data-parallel group has one rank, and takes a
+# pipeline stage without trainable parameters for one without a layout.
+UNEVEN = {
+    "experts over more ranks than dense matrices": (4, Case(tp=4, ep=2, etp=1, experts=4)),
+    "experts over data-parallel ranks alone": (4, Case(tp=4, ep=1, etp=1, experts=4)),
+    "a frozen stage": (2, Case(pp=2, frozen=r"embedding|layers\.0\.")),
+    "a frozen stage, builder": (
+        2, Case(pp=2, wrap="builder", frozen=r"embedding|layers\.0\."),
+    ),
+    "a stage of matrices alone": (2, Case(pp=2, frozen=r"embedding|layers\.0\..*(norm|bias)")),
+    "matrices alone": (2, Case(frozen="norm|bias|embedding|output")),
+}  # fmt: skip
+
 CASES: dict[str, tuple[int, Case]] = {
     **{
         f"{kind} {layout} TP{tp} DP{dp}": (
@@ -114,6 +127,11 @@ CASES: dict[str, tuple[int, Case]] = {
     **{
         f"{name}, {layout}": (num_ranks, replace(case, layout=layout))
         for name, (num_ranks, case) in IN_BOTH_LAYOUTS.items()
+        for layout in LAYOUTS
+    },
+    **{
+        f"{name}, {layout}": (num_ranks, replace(case, layout=layout))
+        for name, (num_ranks, case) in UNEVEN.items()
         for layout in LAYOUTS
     },
     "no distributed optimizer": (2, replace(BF16, wrap="replicated")),

@@ -29,7 +29,7 @@ def test_interleaved_blocks_cover_every_row_once(widths, groups, columns):
     blocks = interleaved(named, num_rows, "w")
     rows = [rows_of(block) for block in blocks]
     assert sorted(chain(*rows)) == list(range(num_rows))
-    assert [block.num_rows for block in blocks] == [groups * width for width in widths]
+    assert [block.num_lines for block in blocks] == [groups * width for width in widths]
     assert [block.name for block in blocks] == list(named)
     LogicalMatrix("w", (num_rows, columns), blocks)
 

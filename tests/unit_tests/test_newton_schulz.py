@@ -1,4 +1,4 @@
-"""Newton-Schulz on the logical blocks of a matrix, against the oracle."""
+"""Newton-Schulz with the settings of a run, against the oracle."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_muon.bookkeeping.matrix import LogicalBlock, interleaved, whole
 from megatron_muon.orthogonalize import newton_schulz
-from megatron_muon.orthogonalize.newton_schulz import Orthogonalization, block_rows
+from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.testing.oracle import COEFFICIENTS, orthogonalize, relative_error
 
 
@@ -123,51 +120,15 @@ def test_other_tensors_are_refused(x):
         newton_schulz.orthogonalize(x, COEFFICIENTS["quintic"], "highest")
 
 
-def test_matrix_writes_where_it_is_told():
-    x = draw(16, 6)
-    for blocks in (whole(16), interleaved({"q": 2, "k": 1, "v": 1}, 16, "w")):
-        expected = settings().matrix(x, blocks)
-        out = torch.full_like(x, math.nan)
-        assert settings().matrix(x, blocks, out) is out
-        assert torch.equal(out, expected)
-        in_place = x.clone()
-        settings().matrix(in_place, blocks, out=in_place)
-        assert torch.equal(in_place, expected)
-
-
 def test_input_is_not_written():
     x = draw(8, 4)
     kept = x.clone()
     settings().blocks([x, x])
-    settings().matrix(x, interleaved({"q": 2, "k": 2}, 8, "w"))
-    settings().matrix(x, whole(8))
     assert torch.equal(x, kept)
 
 
-def test_split_matrix_is_orthogonalized_block_by_block():
-    x = draw(32, 12)
-    blocks = interleaved({"q": 4, "k": 2, "v": 2}, 32, "w")
-    got = settings().matrix(x, blocks)
-    group, place = torch.arange(32) // 8, torch.arange(32) % 8
-    assert group.max() == 3
-    for rows in (place < 4, (place >= 4) & (place < 6), place >= 6):
-        assert torch.equal(got[rows], settings().block(x[rows]))
-    together = settings().matrix(x, whole(32))
-    assert relative_error(together, got) > 0.1
-
-
-@given(
-    st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4), st.integers(1, 5)
-)
-def test_rows_of_a_block_are_a_view(start, run, gap, count, columns):
-    rows = start + count * (run + gap)
-    block = LogicalBlock("b", start, run, run + gap, count)
-    expected = [row for low, high in block.runs() for row in range(low, high)]
-    for x in (
-        torch.arange(rows * columns).view(rows, columns),
-        torch.arange(rows * columns).view(columns, rows).T,  # another order of strides
-        torch.arange(2 * rows * columns).view(2 * rows, columns)[rows:],  # an offset
-    ):
-        view = block_rows(x, block)
-        assert torch.equal(view.reshape(-1, columns), x[expected])
-        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+def test_an_update_may_go_where_its_block_is():
+    xs = [draw(16, 6), draw(6, 16, seed=1).T, draw(40, 33, seed=2)]
+    expected = settings().blocks(xs)
+    assert settings().blocks(xs, xs) is xs
+    assert all(map(torch.equal, xs, expected))

@@ -6,7 +6,9 @@ One process is compared with the papers' formulas in fp64, and every rank with o
 from __future__ import annotations
 
 import copy
+import math
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 
 from megatron_muon import Muon, adjust_lr_wd_for_muon, zeropower_via_newtonschulz5
 from megatron_muon.bookkeeping.matrix import step_flops
-from megatron_muon.errors import ConfigurationError
+from megatron_muon.bookkeeping.plan import Grid, GridSize, make_plan
+from megatron_muon.errors import ConfigurationError, PlanError
+from megatron_muon.optimizer.flat_records import Options, Record, Report, agree
 from megatron_muon.testing.ranks import run_ranks
 from tests.unit_tests import flat_job, flat_refusals
 from tests.unit_tests.flat_job import LARGE, ODD, ODD_BUCKETS, Bucket, Scenario, odd_model
@@ -106,7 +110,13 @@ FOUR_RANKS = SMALL_SCENARIOS | BUDGET_SCENARIOS | BROKEN_SCENARIOS
 REFUSED_ON = (0, 3)
 REFUSALS = [
     (name, rank)
-    for name in (*flat_refusals.REFUSALS, "other homes", "other order")
+    for name in (
+        *flat_refusals.REFUSALS,
+        "other homes",
+        "other order",
+        "no plan",
+        *flat_refusals.LOADS,
+    )
     for rank in REFUSED_ON
 ]
 
@@ -316,18 +326,88 @@ def refused(expected, tmp_path_factory):
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "rank"), REFUSALS)
 def test_what_one_rank_does_wrong_all_ranks_are_told(refused, name, rank):
-    told = {errors[REFUSALS.index((name, rank))] for errors, _ in refused}
-    assert len(told) == 1
-    ((kind, message),) = told
-    pattern = flat_refusals.REFUSALS[name][1] if name in flat_refusals.REFUSALS else "has planned"
-    assert re.search(pattern, message)
-    is_option = name in ("uneven bucket", "unknown exchange", "tiny budget")
-    assert kind == ("ConfigurationError" if is_option else "PlanError")
+    told = [errors[REFUSALS.index((name, rank))] for errors, _ in refused]
+    assert len({(each.kind, each.message) for each in told}) == 1
+    patterns = {
+        **{case: pattern for case, (_, pattern) in flat_refusals.REFUSALS.items()},
+        **{case: pattern for case, (_, pattern) in flat_refusals.LOADS.items()},
+        "no plan": "rank {rank}: KeyError: 'no plan'",
+    }
+    # Tensor ranks are neighbours.
+    pattern = patterns.get(name, "has planned").replace("{rank}", str(rank % 2))
+    assert re.search(pattern, told[rank].message)
+    cause = flat_refusals.CAUSES.get(name)
+    is_option = name in (*flat_refusals.OPTIONS, *flat_refusals.LOADS) and cause is None
+    assert told[rank].kind == ("ConfigurationError" if is_option else "PlanError")
+    assert all(not each.cause for i, each in enumerate(told) if i != rank)
+    if cause is not None:
+        assert told[rank].cause == cause
 
 
 @pytest.mark.distributed
 def test_the_groups_work_after_an_error(refused):
     assert [result.wrong for _, result in refused] == [[]] * 4
+
+
+def reports_of(size, tp_size, num):
+    """What ranks tell of matrices one after the other in one bucket, as if it had travelled."""
+    numel, gap = 128, 3
+    bucket = -(-num * (numel + gap) // size) * size
+    options = Options("homes", 2**20, 2, (((bucket, 0),),))
+    starts = range(0, num * (numel + gap), numel + gap)
+    shard = bucket // size
+    return [
+        [
+            Report(
+                options,
+                [
+                    Record(0, 0, (start, start + numel), (8, 16), 0, 5)
+                    for start in starts
+                    if start < (rank + 1) * shard and start + numel > rank * shard
+                ],
+                None,
+            )
+            for rank in range(size)
+        ]
+        for _ in range(tp_size)
+    ]
+
+
+def test_planning_grows_with_what_ranks_hold(monkeypatch):
+    """Each record is looked up, not searched for in every rank's list."""
+    size, tp_size, num = 128, 2, 2000
+    reports = reports_of(size, tp_size, num)
+    num_rows = sum(len(report.rows) for column in reports for report in column)
+    assert num * tp_size < num_rows < (num + size) * tp_size
+    comparisons = 0
+
+    def count(original):
+        def compare(self, other):
+            nonlocal comparisons
+            comparisons += 1
+            return original(self, other)
+
+        return compare
+
+    for name in ("__eq__", "__lt__"):
+        monkeypatch.setattr(Record, name, count(getattr(Record, name)))
+    started = time.process_time()
+    owned = agree(reports, size, tp_size)
+    plan = make_plan(list(owned.values()), {Grid(): GridSize(size, tp_size)}, 5)
+    print(comparisons, num_rows, time.process_time() - started)
+    assert comparisons < num_rows * math.log2(num_rows)
+    assert len(plan.matrices) == num
+    pieces = [piece for item in owned.values() for piece in item.pieces]
+    assert sum(piece.range.numel for piece in pieces) == num * 128
+    assert len(pieces) * tp_size == num_rows
+
+
+def test_a_rank_that_lacks_one_record_is_named():
+    reports = reports_of(4, 2, 10)
+    removed = reports[1][2].rows.pop()
+    assert removed not in reports[0][1].rows
+    with pytest.raises(PlanError, match=r"tensor-parallel rank 1 the ranks \[\d?\] have it"):
+        agree(reports, 4, 2)
 
 
 # On one process.
@@ -365,6 +445,24 @@ def test_a_parameter_that_is_no_matrix_is_refused():
         ("ns_steps", 0),
         ("adamw_betas", (0.9, 1.0)),
         ("adamw_eps", -1e-8),
+        ("matched_adamw_rms", -1),
+        ("ns_steps", 2.5),
+        ("ns_steps", 5.0),
+        ("ns_steps", True),
+        ("ns_steps", math.nan),
+        ("lr", math.nan),
+        ("lr", torch.tensor(math.nan)),
+        ("lr", math.inf),
+        ("lr", "0.1"),
+        ("weight_decay", math.nan),
+        ("momentum", math.nan),
+        ("momentum", None),
+        ("matched_adamw_rms", math.nan),
+        ("adamw_betas", (math.nan, 0.9)),
+        ("adamw_betas", (0.9, math.nan)),
+        ("adamw_betas", (0.9,)),
+        ("adamw_betas", 0.9),
+        ("adamw_eps", math.nan),
     ],
 )
 def test_options_out_of_range_are_refused(name, value):
@@ -507,6 +605,102 @@ def test_a_loaded_state_steps_on_bit_by_bit(dtype):
         for mine, theirs, third in zip(weights, copies, used_copies, strict=True):
             assert torch.equal(mine, theirs)
             assert torch.equal(mine, third)
+
+
+def muon_and_adamw(weights):
+    return Muon([{"params": weights[:2], "use_muon": True}, {"params": weights[2:]}])
+
+
+def test_a_state_from_before_the_first_step_is_complete():
+    """It has every momentum, and loads; AdamW's moments are made in the first step."""
+    weights, others = params((6, 4), (4, 9), (5,)), params((6, 4), (4, 9), (5,))
+    optimizer, other = muon_and_adamw(weights), muon_and_adamw(others)
+    state = optimizer.state_dict()
+    assert [tuple(state["state"][i]["momentum_buffer"].shape) for i in (0, 1)] == [(6, 4), (4, 9)]
+    assert 2 not in state["state"]
+    other.load_state_dict(copy.deepcopy(state))
+    for each, own in ((optimizer, weights), (other, others)):
+        step(each, own)
+    for mine, theirs in zip(weights, others, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+STATES = {
+    "no state": (
+        lambda state: state["state"].clear(),
+        r"parameter 0 of group 0, shape \(6, 4\), has no momentum_buffer in the state",
+    ),
+    "no momentum": (
+        lambda state: state["state"][1].clear(),
+        r"parameter 1 of group 0, shape \(4, 9\), has no momentum_buffer in the state",
+    ),
+    "another size": (
+        lambda state: state["state"][1].update(momentum_buffer=torch.zeros(4, 8)),
+        r"shape \(4, 9\), has a momentum_buffer of shape \(4, 8\) in the state",
+    ),
+    "transposed": (
+        lambda state: state["state"][1].update(momentum_buffer=torch.zeros(9, 4)),
+        r"has a momentum_buffer of shape \(9, 4\) in the state",
+    ),
+    "no tensor": (
+        lambda state: state["state"][1].update(momentum_buffer=0.0),
+        "has a momentum_buffer of type float in the state",
+    ),
+    "other groups": (lambda state: state["param_groups"].pop(), r"groups of \[2\] .* of \[2, 1\]"),
+    "fractional steps": (
+        lambda state: state["param_groups"][0].update(ns_steps=2.5),
+        "ns_steps is 2.5",
+    ),
+    "an option is missing": (
+        lambda state: state["param_groups"][1].pop("use_muon"),
+        "use_muon is None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_does_not_fit_is_refused(name):
+    """And nothing of it is loaded."""
+    change, pattern = STATES[name]
+    weights = params((6, 4), (4, 9), (5,))
+    optimizer = muon_and_adamw(weights)
+    step(optimizer, weights)
+    state = copy.deepcopy(optimizer.state_dict())
+    change(state)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ConfigurationError, match=pattern):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, values in before["state"].items():
+        for slot, value in values.items():
+            assert torch.equal(after["state"][key][slot], value)
+
+
+def test_a_momentum_of_any_memory_order_is_loaded():
+    weights, others = params((6, 4), (4, 9)), params((6, 4), (4, 9))
+    optimizer, other = muon_and_adamw(weights), muon_and_adamw(others)
+    step(optimizer, weights)
+    step(other, others)
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        values["momentum_buffer"] = values["momentum_buffer"].T.contiguous().T
+    other.load_state_dict(state)
+    for each, own in ((optimizer, weights), (other, others)):
+        step(each, own, 1)
+    for mine, theirs in zip(weights, others, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_shards_may_take_the_place_of_the_parameters_before_the_first_step():
+    """As Megatron's optimizer does: it puts shards into the groups and loads the state anew."""
+    (weight,) = params((6, 4))
+    optimizer = Muon([{"params": [weight], "use_muon": True}])
+    shard = torch.nn.Parameter(weight.detach().view(-1)[:10].clone())
+    optimizer.param_groups[0]["params"] = [shard]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert list(optimizer.state) == [shard]
+    assert optimizer.state[shard]["momentum_buffer"].shape == (10,)
 
 
 def test_a_copy_steps_on_by_itself():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given
@@ -17,6 +19,7 @@ from megatron_muon.bookkeeping.plan import (
     GridSize,
     OwnedMatrix,
     Piece,
+    PlannedMatrix,
     held_by,
     held_by_slices,
     make_plan,
@@ -165,6 +168,27 @@ def test_fingerprint_and_row_tell_who_holds_which_part_and_the_home():
     assert moved.fingerprint != replace(
         plan, matrices=(replace(planned, home=Home(1, 0)),)
     ).fingerprint  # fmt: skip
+
+
+def test_a_row_has_every_field():
+    """A field that is added later is told too."""
+    (row,) = make_plan([BASE], GRIDS, 5).rows()
+    expected = {
+        f.name for kind in (LogicalMatrix, OwnedMatrix, PlannedMatrix) for f in fields(kind)
+    }
+    values = dict(part.split(" ", 1) for part in re.split(", (?=[a-z])", row.split(": ", 1)[1]))
+    assert set(values) == expected - {"name", "matrix", "owned"}
+    assert values["shape"] == "(12, 8)"
+    assert values["range"] == "(64, 112)"
+    assert values["pieces"] == "1[0:48]"
+    assert values["home"] == "1,0"
+
+
+def test_the_rows_are_written_once_for_the_fingerprint():
+    plan = make_plan([BASE, with_matrix(name="v")], GRIDS, 5)
+    with mock.patch.object(PlannedMatrix, "row", autospec=True, return_value="row") as row:
+        assert plan.fingerprint == plan.fingerprint
+    assert row.call_count == 2
 
 
 def test_fingerprint_tells_the_order():

@@ -28,6 +28,7 @@ from megatron_muon.bookkeeping.plan import (
 )
 from megatron_muon.bookkeeping.schedule import (
     Position,
+    Round,
     Spread,
     Transfer,
     cut_into_micro_groups,
@@ -55,7 +56,10 @@ class Case:
     def schedules(self, spread):
         return {
             (dp, tp): make_schedule(
-                self.plan, Position(dp=dp, tp=tp, tp_size=self.tp), spread, self.budget
+                self.plan,
+                Position(dp=dp, tp=tp, dp_size=self.dp, tp_size=self.tp),
+                spread,
+                self.budget,
             )
             for dp, tp in product(range(self.dp), range(self.tp))
         }
@@ -101,30 +105,77 @@ def cases(draw):
 spreads = pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 
 
+HOPS = ("to_row", "to_home", "from_home", "from_row")
+
+
+def groups_of(case, hop):
+    """The places of each process group that a hop runs over, by rank in the group."""
+    if hop.endswith("row"):
+        return [[(dp, tp) for dp in range(case.dp)] for tp in range(case.tp)]
+    return [[(dp, tp) for tp in range(case.tp)] for dp in range(case.dp)]
+
+
+def hops_of(case, schedules):
+    """Yield each hop's places and, round by round, the part that each of them has."""
+    for hop in HOPS:
+        for places in groups_of(case, hop):
+            for groups in zip(*(schedules[place] for place in places), strict=True):
+                yield places, list(zip(*(getattr(g, hop) for g in groups), strict=True))
+
+
+def moves_of(parts):
+    """The transfers of a round, from the parts of all ranks."""
+    return [transfer for part in parts for transfer in part.outgoing]
+
+
 @spreads
 @given(cases())
 def test_no_rank_moves_more_than_the_budget(spread, case):
-    for schedule in case.schedules(spread).values():
-        for group in schedule:
-            for round_ in (*group.to_row, *group.to_home, *group.from_home, *group.from_row):
-                moved = Counter()
-                for transfer in round_:
-                    assert transfer.src != transfer.dst
-                    moved[transfer.src] += transfer.range.numel
-                    moved[transfer.dst] += transfer.range.numel
-                assert 0 < max(moved.values()) <= case.budget
+    for _, rounds in hops_of(case, case.schedules(spread)):
+        for parts in rounds:
+            moved = [sum((*part.sent, *part.received)) for part in parts]
+            assert 0 < max(moved) <= case.budget
 
 
 @spreads
 @given(cases())
-def test_all_members_of_a_group_have_the_same_rounds(spread, case):
-    """A data-parallel group has one ``tp``, a tensor-parallel group one ``dp``."""
+def test_a_rank_has_its_own_transfers_alone_and_receives_what_others_send(spread, case):
+    """Members of a group enter the same rounds, and agree on each of them."""
     schedules = case.schedules(spread)
-    for (dp, tp), schedule in schedules.items():
-        for group, column, row in zip(schedule, schedules[0, tp], schedules[dp, 0], strict=True):
-            assert group.indices == column.indices == row.indices
-            assert (group.to_row, group.from_row) == (column.to_row, column.from_row)
-            assert (group.to_home, group.from_home) == (row.to_home, row.from_home)
+    for place, schedule in schedules.items():
+        for group, first in zip(schedule, schedules[0, 0], strict=True):
+            assert group.indices == first.indices
+            assert group.held == tuple(
+                i for i in group.indices if case.plan[i].owned.piece_of(place[0]) is not None
+            )
+            assert group.in_row == tuple(
+                i for i in group.indices if case.plan[i].home.dp == place[0]
+            )
+    for places, rounds in hops_of(case, schedules):
+        for parts in rounds:
+            for rank, part in enumerate(parts):
+                assert {t.src for t in part.outgoing} <= {rank}
+                assert {t.dst for t in part.incoming} <= {rank}
+                assert len(part.sent) == len(part.received) == len(places)
+                assert [t.dst for t in part.outgoing] == sorted(t.dst for t in part.outgoing)
+                assert [t.src for t in part.incoming] == sorted(t.src for t in part.incoming)
+                for other, theirs in enumerate(parts):
+                    going = [t for t in part.outgoing if t.dst == other]
+                    assert other != rank or not going
+                    assert going == [t for t in theirs.incoming if t.src == rank]
+                    numel = sum(t.range.numel for t in going)
+                    assert part.sent[other] == theirs.received[rank] == numel
+
+
+def test_a_rank_without_transfers_enters_the_round():
+    """Of three rows two exchange a matrix; the third has a part of nothing in the same round."""
+    matrix = LogicalMatrix("w", (4, 4), whole(4))
+    (planned,) = plan_of([OwnedMatrix(matrix=matrix, pieces=held_by(0, matrix))], 3, 1)
+    away = replace(planned, home=replace(planned.home, dp=1))
+    (group,) = Case((away,), 3, 1, PLENTY).schedules(SPREADS["owner"])[2, 0]
+    nothing = Round(outgoing=(), incoming=(), sent=(0, 0, 0), received=(0, 0, 0))
+    assert group.to_row == group.from_row == (nothing,)
+    assert (group.held, group.in_row) == ((), ())
 
 
 # What is known of an element where it lies: (matrix, shard, element), or its update.
@@ -143,14 +194,20 @@ class Grids:
     updates: dict = field(default_factory=lambda: defaultdict(dict))
 
 
-def carry(memory, rounds, to_place):
-    """Carry out rounds; whoever sends must have what it sends."""
-    for round_ in rounds:
+def carry(case, memory, groups, hop):
+    """Carry out the rounds of a hop; whoever sends must have what it sends."""
+    for places in groups_of(case, hop):
+        rounds = zip(*(getattr(groups[place], hop) for place in places), strict=True)
+        carry_rounds(memory, rounds, places)
+
+
+def carry_rounds(memory, rounds, places):
+    for parts in rounds:
         arrived = []
-        for t in round_:
+        for t in moves_of(parts):
             for element in range(t.range.start, t.range.end):
                 key = t.index, t.shard, element
-                arrived.append((to_place(t.dst), key, memory[to_place(t.src)][key]))
+                arrived.append((places[t.dst], key, memory[places[t.src]][key]))
         for place, key, value in arrived:
             memory[place][key] = value
 
@@ -171,17 +228,11 @@ def carry_out(case, spread):
                 if piece is not None:
                     for element in range(piece.range.start, piece.range.end):
                         grids.held[place][i, shard, element] = (i, shard, element)
-        for tp in range(case.tp):
-            carry(grids.held, groups[0, tp].to_row, lambda dp, tp=tp: (dp, tp))
-        if spread.whole:
-            for dp in range(case.dp):
-                carry(grids.held, groups[dp, 0].to_home, lambda tp, dp=dp: (dp, tp))
+        carry(case, grids.held, groups, "to_row")
+        carry(case, grids.held, groups, "to_home")
         work(case, spread, groups[0, 0].indices, grids)
-        if spread.whole:
-            for dp in range(case.dp):
-                carry(grids.updates, groups[dp, 0].from_home, lambda tp, dp=dp: (dp, tp))
-        for tp in range(case.tp):
-            carry(grids.updates, groups[0, tp].from_row, lambda dp, tp=tp: (dp, tp))
+        carry(case, grids.updates, groups, "from_home")
+        carry(case, grids.updates, groups, "from_row")
         for place, updates in grids.updates.items():
             after[place] |= updates
     return after
@@ -235,10 +286,9 @@ STRADDLING = Case(
 
 
 @spreads
-@pytest.mark.parametrize("hop", ["to_row", "to_home", "from_home", "from_row"])
+@pytest.mark.parametrize("hop", HOPS)
 def test_a_transfer_left_out_is_seen(spread, hop):
     """The mutant of the simulation, for each hop that a spread has."""
-    original = schedule_module.cut_into_rounds
     hops = schedule_module._Hops
 
     class Forgetful(hops):
@@ -258,7 +308,6 @@ def test_a_transfer_left_out_is_seen(spread, hop):
         return
     with mock.patch.object(schedule_module, "_Hops", Forgetful), pytest.raises(KeyError):
         assert_complete(STRADDLING, carry_out(STRADDLING, spread))
-    assert original is schedule_module.cut_into_rounds
 
 
 transfers = st.lists(
@@ -306,26 +355,73 @@ def test_a_round_ends_only_where_a_rank_is_full(moves, budget):
             assert max(moved[t.src], moved[t.dst]) == budget
 
 
+def loads_of(case, spread, group):
+    """Elements of each matrix that a rank holds to work on, and that its transfers move in a hop.
+
+    In the tensor-parallel hops the transfers themselves are counted.
+    """
+    loads = defaultdict(Counter)
+    for i in group:
+        planned = case.plan[i]
+        home, matrix = planned.home, planned.matrix
+        for tp in range(case.tp) if spread.everywhere else [home.tp]:
+            loads["held", home.dp, tp][i] = matrix.numel if spread.whole else matrix.local_numel
+        for piece in planned.owned.pieces:
+            if piece.rank != home.dp:
+                loads["row", home.dp][i] += piece.range.numel
+                loads["row", piece.rank][i] += piece.range.numel
+    alone = replace(case, plan=tuple(case.plan[i] for i in group), budget=PLENTY)
+    for place, schedule in alone.schedules(spread).items():
+        for hop in ("to_home", "from_home"):
+            for part in (part for one in schedule for part in getattr(one, hop)):
+                for t in (*part.outgoing, *part.incoming):
+                    loads[hop, place][group[t.index]] += t.range.numel
+    return loads
+
+
+@spreads
 @given(cases())
-def test_micro_groups_cover_every_matrix_once_within_the_bound(case):
+def test_micro_groups_cover_every_matrix_once_within_the_bound(spread, case):
     """No rank holds, or moves in one hop, more than the budget, unless of a single matrix."""
-    groups = cut_into_micro_groups(case.plan, case.tp, case.budget)
+    groups = cut_into_micro_groups(case.plan, case.tp, spread, case.budget)
     assert sorted(i for group in groups for i in group) == list(range(len(case.plan)))
     for group in groups:
-        loads = defaultdict(Counter)
-        for i in group:
-            planned = case.plan[i]
-            home, numel = planned.home, planned.matrix.local_numel
-            loads["held", home][i] += planned.matrix.numel
-            for piece in planned.owned.pieces:
-                if piece.rank != home.dp:
-                    loads["row", home.dp][i] += piece.range.numel
-                    loads["row", piece.rank][i] += piece.range.numel
-            for tp in range(case.tp):
-                if tp != home.tp:
-                    loads["column", home.dp, home.tp][i] += numel
-                    loads["column", home.dp, tp][i] += numel
+        loads = loads_of(case, spread, group)
         assert all(load.total() <= case.budget or len(load) == 1 for load in loads.values())
+
+
+@pytest.mark.parametrize("tp_mode", ["owner", "duplicated", "shards"])
+def test_no_rank_of_a_row_of_eight_holds_more_than_the_budget(tp_mode):
+    """In the flat layout homes lie over the whole row, though with ``duplicated`` all hold each."""
+    spread = SPREADS[tp_mode]
+    matrices = [
+        LogicalMatrix(f"m{i:02d}", (16, 8), whole(16), tp_dim=0, tp_size=8) for i in range(64)
+    ]
+    numel = matrices[0].local_numel
+    owned = [
+        OwnedMatrix(
+            matrix=matrix,
+            pieces=held_by_slices((i * numel, (i + 1) * numel), (0, 64 * numel + 8), 3),
+        )
+        for i, matrix in enumerate(matrices)
+    ]
+    plan = make_plan(owned, {Grid(): GridSize(3, 8)}, 5, one_rank_each=spread.whole).matrices
+    if spread.whole:
+        assert len({planned.home.tp for planned in plan}) == 8
+    budget = 4 * matrices[0].numel
+    worked_on = {"owner": 128, "duplicated": 128, "shards": 16}[tp_mode]
+    groups = cut_into_micro_groups(plan, 8, spread, PLENTY, budget)
+    most = 0
+    for group in groups:
+        held = Counter()
+        for i in group:
+            home = plan[i].home
+            for tp in [home.tp] if tp_mode == "owner" else range(8):
+                held[home.dp, tp] += worked_on
+        most = max(most, *held.values())
+    assert most <= budget
+    assert (most == budget) == (tp_mode == "duplicated")  # enough matrices to be cut
+    assert len(groups) == {"owner": 1, "duplicated": -(-22 // 4), "shards": 1}[tp_mode]
 
 
 @spreads
@@ -349,8 +445,11 @@ def test_order_of_the_matrices_given_does_not_matter(case, random):
     def named(case, schedules):
         def rounds(hop):
             return [
-                [(case.plan[t.index].matrix.name, t.shard, t.range, t.src, t.dst) for t in round_]
-                for round_ in hop
+                [
+                    (case.plan[t.index].matrix.name, t.shard, t.range, t.src, t.dst)
+                    for t in (*part.outgoing, *part.incoming)
+                ]
+                for part in hop
             ]
 
         return {
@@ -376,7 +475,7 @@ def test_homes_take_turns():
         matrix = LogicalMatrix(f"m{i:02d}", (size, size), whole(size))
         owned.append(OwnedMatrix(matrix=matrix, pieces=held_by(i % 4, matrix)))
     plan = plan_of(owned, 4, 1)
-    groups = cut_into_micro_groups(plan, 1, 64)
+    groups = cut_into_micro_groups(plan, 1, SPREADS["owner"], 64)
     assert len(groups) == 3
     for group in groups:
         assert sorted(plan[i].home.dp for i in group) == [0, 1, 2, 3]
@@ -391,15 +490,19 @@ def test_only_pieces_of_other_rows_travel_far():
     plan = plan_of([OwnedMatrix(matrix=m, pieces=held_by(0, m)) for m in (cut, copied)], 2, 2)
     at_owner = tuple(replace(p, home=replace(p.home, dp=0)) for p in plan)
     schedules = Case(at_owner, 2, 2, PLENTY).schedules(SPREADS["owner"])
-    for (dp, _), (group,) in schedules.items():
+
+    def moved(hop, places):
+        groups = [schedules[place][0] for place in places]
+        rounds = zip(*(getattr(group, hop) for group in groups), strict=True)
+        return [sum(t.range.numel for t in moves_of(parts)) for parts in rounds]
+
+    for dp, tp in product(range(2), repeat=2):
+        group = schedules[dp, tp][0]
         assert group.to_row == group.from_row == ()
-        assert [sum(t.range.numel for t in round_) for round_ in group.to_home] == [12][: dp == 0]
-        assert [sum(t.range.numel for t in round_) for round_ in group.from_home] == (
-            [24] if dp == 0 else []
-        )
+        row = [(dp, 0), (dp, 1)]
+        assert moved("to_home", row) == ([12] if dp == 0 else [])
+        assert moved("from_home", row) == ([24] if dp == 0 else [])
     away = tuple(replace(p, home=replace(p.home, dp=1)) for p in plan)
     schedules = Case(away, 2, 2, PLENTY).schedules(SPREADS["owner"])
-    sent = sum(
-        t.range.numel for tp in range(2) for g in schedules[0, tp] for r in g.to_row for t in r
-    )
+    sent = sum(sum(moved("to_row", [(0, tp), (1, tp)])) for tp in range(2))
     assert sent == cut.numel + copied.numel

@@ -13,17 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
-from megatron_muon.bookkeeping.schedule import Transfer, cut_into_rounds
+from megatron_muon.bookkeeping.schedule import Transfer, cut_into_rounds, round_of
 from megatron_muon.collectives.arena import Arena
 from megatron_muon.collectives.exchange import Exchange, Traffic, Wire, gather_flat, reduce_flat
-from megatron_muon.collectives.shards import (
-    assemble,
-    cut,
-    read_stretch,
-    shard_view,
-    stretch,
-    write_stretch,
-)
+from megatron_muon.collectives.shards import read_stretch, shard_view, stretch, write_stretch
 from megatron_muon.testing.ranks import run_ranks
 
 
@@ -36,6 +29,27 @@ def cut_matrices(draw):
     if dim is not None:
         shape[dim] *= ranks * stride
     return torch.arange(shape[0] * shape[1]).view(shape), dim, stride, ranks
+
+
+def assemble(shards, dim, stride):
+    """Join the shards of all ranks, in rank order, into the whole matrix."""
+    rows, columns = shards[0].shape
+    size = len(shards)
+    whole = shards[0].new_empty((rows * size, columns) if dim == 0 else (rows, columns * size))
+    for rank, shard in enumerate(shards):
+        view = shard_view(whole, dim, stride, size, rank)
+        view.copy_(shard.reshape(view.shape))
+    return whole
+
+
+def cut(whole, dim, stride, num_ranks):
+    """Cut a whole matrix into one shard a rank, copies: the inverse of :func:`assemble`."""
+    rows, columns = whole.shape
+    shape = (rows // num_ranks, columns) if dim == 0 else (rows, columns // num_ranks)
+    return [
+        shard_view(whole, dim, stride, num_ranks, rank).reshape(shape).clone()
+        for rank in range(num_ranks)
+    ]
 
 
 @given(cut_matrices())
@@ -166,18 +180,19 @@ def exchange(budget: int, seed: int, mutant: bool = False):
     rounds = cut_into_rounds(moves, used.budget_numel)
     if mutant and rank == 0:
         rounds = tuple(round_[::-1] for round_ in rounds)
+    parts = [round_of(round_, rank, NUM_RANKS) for round_ in rounds]
     arrived = {matrix: torch.full((numel,), -1.0) for matrix, numel in enumerate(NUMELS)}
 
-    def read(transfer, out):
+    def pack(transfer, out):
         assert transfer.src == rank
         out.copy_(values(transfer.index, rank)[transfer.range.start : transfer.range.end])
 
-    def write(transfer, part):
+    def unpack(transfer, part):
         assert transfer.dst == rank
         arrived[transfer.index][transfer.range.start : transfer.range.end].copy_(part)
 
     with seen(["all_to_all_single"]) as nbytes:
-        Exchange(dist.group.WORLD, used).run(rounds, read, write)
+        Exchange(dist.group.WORLD, used).run(parts, pack, unpack)
     want = {matrix: torch.full((numel,), -1.0) for matrix, numel in enumerate(NUMELS)}
     for move in moves:
         if move.dst == rank:

@@ -113,7 +113,7 @@ def _stale_piece(to_row: _Function) -> _Function:
                 fresh = shard.clone()
                 shard.copy_(before.get((id(engine), i), fresh))
                 if i in inputs:
-                    own = engine._range(i)
+                    own = engine._ranges[i]
                     shard[own.start : own.end].copy_(fresh[own.start : own.end])
                 before[id(engine), i] = fresh
         return shards
@@ -124,7 +124,7 @@ def _stale_piece(to_row: _Function) -> _Function:
 def _shards_in_wrong_order(run: _Function) -> _Function:
     """A home takes one rank's shard for another's, where it gets equal ones from several."""
 
-    def wrong(exchange: Any, rounds: Sequence[Any], read: Any, write: _Function) -> None:
+    def wrong(exchange: Any, rounds: Sequence[Any], pack: Any, unpack: _Function) -> None:
         for round_ in rounds:
             received: dict[Any, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
 
@@ -134,10 +134,10 @@ def _shards_in_wrong_order(run: _Function) -> _Function:
             ) -> None:  # fmt: skip
                 received[transfer.index, transfer.range].append((transfer, part.clone()))
 
-            run(exchange, [round_], read, keep)
+            run(exchange, [round_], pack, keep)
             for shards in received.values():
                 for (transfer, _), (_, part) in zip(shards, reversed(shards), strict=True):
-                    write(transfer, part)
+                    unpack(transfer, part)
 
     return wrong
 
