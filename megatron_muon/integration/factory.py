@@ -122,6 +122,10 @@ def _check_supported(config: OptimizerConfig) -> None:
         raise UnsupportedError(
             "--optimizer muon does not train in fp16 yet, as megatron-core's does not: use --bf16."
         )
+    if getattr(config, "muon_use_syrk", False) and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--muon-use-syrk has no effect without CUDA: its kernel is for GPUs. Drop it."
+        )
     if config.optimizer_cpu_offload:
         raise UnsupportedError(
             "--optimizer-cpu-offload does not move Muon's state yet: drop it with --optimizer muon."

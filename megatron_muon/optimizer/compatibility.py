@@ -24,6 +24,7 @@ class Chosen:
         exchange_dtype: Dtype in which momentum and updates travel.
         split_qkv: Whether fused projections are split.
         split_heads: Whether heads are split.
+        use_syrk: Whether a kernel is used that tunes itself in each process.
     """
 
     layout: str
@@ -34,6 +35,7 @@ class Chosen:
     exchange_dtype: str
     split_qkv: bool
     split_heads: bool
+    use_syrk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,10 @@ def _moves_no_matrix(tp_mode: str) -> Choice:
     )
 
 
+def _repeats_work(tp_mode: str) -> Choice:
+    return Choice(f"with --muon-tp-mode {tp_mode}", lambda c: c.tp_mode == tp_mode)
+
+
 _LAYOUTS = (
     Choice("--muon-layout owner", lambda c: c.layout_given == "owner"),
     Choice("--muon-layout flat", lambda c: c.layout_given == "flat"),
@@ -90,6 +96,21 @@ PAIRS: tuple[Pair, ...] = (
         Choice("with --muon-no-split-qkv", lambda c: not c.split_qkv),
         "heads are parts of q, k and v, which stay together",
         "Drop one of the two flags.",
+    ),
+    *(
+        Pair(
+            Choice("--muon-use-syrk", lambda c: c.use_syrk),
+            _repeats_work(tp_mode),
+            "ranks that compute the same block have to find the same bits",
+            "Drop --muon-use-syrk, or use --muon-tp-mode owner.",
+        )
+        for tp_mode in ("duplicated", "distributed", "blockwise")
+    ),
+    Pair(
+        Choice("--muon-use-syrk", lambda c: c.use_syrk),
+        Choice("without --use-distributed-optimizer", lambda c: not c.distributed),
+        "ranks that compute the same block have to find the same bits",
+        "Drop --muon-use-syrk, or add --use-distributed-optimizer.",
     ),
     *(
         Pair(

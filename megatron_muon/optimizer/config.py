@@ -37,8 +37,9 @@ FLAGS: dict[str, dict[str, Any]] = {
         type=float,
         default=None,
         metavar="MIB",
-        help="Matrices are brought together and orthogonalized in groups whose pieces take at most "
-        f"this much memory, one matrix at least (default {DEFAULT_GATHER_BUDGET_MIB}).",
+        help="What a rank may send and receive in one collective of the optimizer, in MiB; "
+        "a larger matrix travels in rounds. A home holds at most so much of whole matrices at a "
+        f"time, or one matrix (default {DEFAULT_GATHER_BUDGET_MIB}).",
     ),
     "--muon-exchange-dtype": dict(
         choices=EXCHANGE_DTYPES,
@@ -50,6 +51,12 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--muon-split-gated-fc1": dict(
         action="store_true",
         help="Orthogonalize gate and up of a gated unit's first layer apart.",
+    ),
+    "--muon-use-syrk": dict(
+        action="store_true",
+        help="Multiply x x^T in Newton-Schulz by emerging-optimizers' Triton kernel on GPUs that "
+        "it supports. It tunes itself in each process, so that the last bits of an update may "
+        "depend on the rank that computes it.",
     ),
     "--muon-split-heads": dict(
         action="store_true",
@@ -102,6 +109,9 @@ class MuonConfig(OptimizerConfig):
     muon_split_gated_fc1: bool = False
     """Whether gate and up of a gated unit's first layer are orthogonalized apart."""
 
+    muon_use_syrk: bool = False
+    """Multiply x x^T in Newton-Schulz by emerging-optimizers' Triton kernel on CUDA."""
+
     muon_split_heads: bool = False
     """Whether every head of q, k and v is orthogonalized apart."""
 
@@ -133,9 +143,10 @@ class MuonSettings:
         split_qkv: Orthogonalize q, k and v of a fused projection apart.
         split_gated_fc1: Orthogonalize gate and up of a gated unit's first layer apart.
         split_heads: Orthogonalize every head of q, k and v apart.
+        use_syrk: Multiply by emerging-optimizers' Triton kernel on CUDA.
         tp_mode: Where tensor-parallel matrices are orthogonalized.
         layout: How parameters lie in the buckets, None without a distributed optimizer.
-        gather_budget_nbytes: Most memory that the pieces of matrices brought together take.
+        gather_budget_nbytes: What a rank may send and receive in one collective.
         exchange_dtype: Dtype in which momentum and updates travel, ``fp32`` or ``bf16``.
         scalar_optimizer: Optimizer of everything that is not a matrix.
         exclude: Globs left to the scalar optimizer.
@@ -155,6 +166,7 @@ class MuonSettings:
     split_qkv: bool
     split_gated_fc1: bool
     split_heads: bool
+    use_syrk: bool
     tp_mode: TPMode
     layout: str | None
     gather_budget_nbytes: int
@@ -230,6 +242,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
             exchange_dtype=exchange_dtype,
             split_qkv=splits.qkv,
             split_heads=splits.heads,
+            use_syrk=getattr(config, "muon_use_syrk", False),
         )
     )
     return MuonSettings(
@@ -245,6 +258,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         split_qkv=splits.qkv,
         split_gated_fc1=splits.gated_fc1,
         split_heads=splits.heads,
+        use_syrk=getattr(config, "muon_use_syrk", False),
         tp_mode=tp_mode,
         layout=layout if distributed else None,
         gather_budget_nbytes=_gather_budget_nbytes(config),

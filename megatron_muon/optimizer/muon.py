@@ -111,6 +111,7 @@ class OwnedMuon(torch.optim.Optimizer):
                 scale_mode=self.settings.scale_mode,
                 extra_scale_factor=self.settings.extra_scale_factor,
                 matmul_precision=self.settings.matmul_precision,
+                use_syrk=self.settings.use_syrk,
             ),
             mode=self.settings.tp_mode,
             budget_nbytes=self.settings.gather_budget_nbytes,

@@ -11,7 +11,7 @@ from megatron_muon.orthogonalize.arithmetic import Arithmetic
 from megatron_muon.orthogonalize.coefficients import Coefficients
 from megatron_muon.orthogonalize.iteration import Scratch, iterate, segment_lengths
 from megatron_muon.orthogonalize.kernels import Kernel, choose_kernel
-from megatron_muon.orthogonalize.products import STRIP_ROWS, Products
+from megatron_muon.orthogonalize.products import STRIP_ROWS, Products, syrk_applies
 
 BATCH_NBYTES = 1 << 20
 """Bytes of the largest batch, its blocks counted once. The whole of its scratch is two to six times
@@ -30,6 +30,7 @@ def orthogonalize_blocks(
     arithmetic: Arithmetic,
     *,
     batch_nbytes: int = BATCH_NBYTES,
+    use_syrk: bool = False,
 ) -> None:
     """Write the orthogonalized blocks.
 
@@ -43,6 +44,7 @@ def orthogonalize_blocks(
         coefficients: The triples of all steps.
         arithmetic: How products are computed.
         batch_nbytes: Bytes of the largest batch; a single block may be larger.
+        use_syrk: Whether to multiply by emerging-optimizers' Triton SYRK where it applies.
     """
     groups: dict[tuple[int, int, torch.device], list[int]] = {}
     for i, x in enumerate(xs):
@@ -52,7 +54,7 @@ def orthogonalize_blocks(
         kernel = choose_kernel(short, long, arithmetic, device.type)
         fitting = max(1, batch_nbytes // (short * long * arithmetic.dtype.itemsize))
         count = min(fitting, len(members)) if kernel.batched else 1
-        workspace = _Workspace((count, short, long), kernel, arithmetic, device)
+        workspace = _Workspace((count, short, long), kernel, arithmetic, device, use_syrk)
         with _one_thread() if kernel.batched else nullcontext():
             for first in range(0, len(members), count):
                 batch = members[first : first + count]
@@ -86,6 +88,7 @@ class _Workspace:
         kernel: Kernel,
         arithmetic: Arithmetic,
         device: torch.device,
+        use_syrk: bool,
     ) -> None:
         """Take the memory.
 
@@ -94,6 +97,7 @@ class _Workspace:
             kernel: Their kernel.
             arithmetic: How products are computed.
             device: Where they are computed.
+            use_syrk: Whether to use the Triton SYRK where it applies.
         """
         count, short, long = shape
         dtype = arithmetic.dtype
@@ -112,6 +116,7 @@ class _Workspace:
             rounding=torch.empty(count * short * long, dtype=torch.bfloat16, device=device)
             if arithmetic.rounds
             else None,
+            use_syrk=use_syrk and syrk_applies(short, long, dtype, device),
         )
 
     def run(

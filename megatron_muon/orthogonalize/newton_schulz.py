@@ -29,6 +29,9 @@ class Orthogonalization:
         extra_scale_factor: Factor on top of it.
         matmul_precision: ``medium`` multiplies in bf16, ``high`` and ``highest`` in fp32.
         batch_nbytes: Bytes of the largest batch of blocks that are multiplied together.
+        use_syrk: Whether bf16 products ``x x^T`` on CUDA go through emerging-optimizers' Triton
+            SYRK where it applies. It picks its tiles by timing them, in each process for itself,
+            so ranks that compute the same block may find other bits.
     """
 
     num_steps: int
@@ -37,6 +40,7 @@ class Orthogonalization:
     extra_scale_factor: float
     matmul_precision: str
     batch_nbytes: int = BATCH_NBYTES
+    use_syrk: bool = False
 
     def scale(self, rows: int, columns: int) -> float:
         """Factor of the update of a block of shape ``(rows, columns)``."""
@@ -71,6 +75,7 @@ class Orthogonalization:
             coefficients(self.coefficient_type, self.num_steps),
             self.matmul_precision,
             self.batch_nbytes,
+            self.use_syrk,
         )
         for update in updates:
             if update.numel():
@@ -105,6 +110,7 @@ def _orthogonalize_into(
     steps: Coefficients,
     precision: str,
     batch_nbytes: int = BATCH_NBYTES,
+    use_syrk: bool = False,
 ) -> None:
     for x in xs:
         if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16):
@@ -122,4 +128,5 @@ def _orthogonalize_into(
                 steps,
                 choose_arithmetic(precision, device_type),
                 batch_nbytes=batch_nbytes,
+                use_syrk=use_syrk,
             )

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from emerging_optimizers import triton_kernels
 
 STRIP_ROWS = 128
 """Rows of a symmetric product that are computed at once."""
+
+_SYRK_CAPABILITIES = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+"""CUDA capabilities on which emerging-optimizers 0.3 vouches for its Triton SYRK."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,18 @@ class Products:
         strip: Flat memory for :data:`STRIP_ROWS` rows of a symmetric product, through which the
             part below the diagonal is mirrored; ``None`` computes symmetric products like others.
         rounding: Flat memory in bf16 through which results are rounded; ``None`` leaves them.
+        use_syrk: Whether ``x x^T`` goes through emerging-optimizers' Triton SYRK.
     """
 
     strip: torch.Tensor | None = None
     rounding: torch.Tensor | None = None
+    use_syrk: bool = False
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write ``out = x x^T``: ``([B,] a, b)`` to ``([B,] a, a)``."""
-        if self.strip is not None:
+        if self.use_syrk:
+            out.copy_(triton_kernels.tsyrk_ex(x))
+        elif self.strip is not None:
             for low, high in _strips(x.shape[0]):
                 torch.mm(x[low:high], x[:high].mT, out=out[low:high, :high])
                 _mirror(out, low, high, self.strip)
@@ -73,6 +81,9 @@ class Products:
 
         Arguments are those of :meth:`add`, all ``([B,] a, a)``.
         """
+        if self.use_syrk and left is right:
+            out.copy_(triton_kernels.tsyrk_ex(left, base, alpha=alpha, beta=beta))
+            return
         if self.strip is None:
             self.add(base, beta, left, right, alpha, out)
             return
@@ -92,6 +103,27 @@ class Products:
         """Round to the numbers of the arithmetic, in place."""
         if self.rounding is not None:
             out.copy_(self.rounding[: out.numel()].view(out.shape).copy_(out))
+
+
+def syrk_applies(short: int, long: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Triton SYRK can multiply blocks of a shape.
+
+    Its tensor descriptors need rows of a multiple of 16 bytes.
+
+    Args:
+        short: Shorter side of the blocks.
+        long: Longer side of the blocks.
+        dtype: What they are held in.
+        device: Where they are.
+    """
+    return (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and short % 8 == 0
+        and long % 8 == 0
+        and bool(triton_kernels.HAS_TRITON_340)
+        and torch.cuda.get_device_capability(device) in _SYRK_CAPABILITIES
+    )
 
 
 def _strips(num_rows: int) -> list[tuple[int, int]]:

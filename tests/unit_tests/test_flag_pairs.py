@@ -18,6 +18,7 @@ DISTRIBUTED = {"use_layer_wise_distributed_optimizer": True}
 CHOICES = {
     "--muon-split-heads": {"muon_split_heads": True},
     "--muon-split-gated-fc1": {"muon_split_gated_fc1": True},
+    "--muon-use-syrk": {"muon_use_syrk": True},
     "--muon-no-split-qkv": {"muon_split_qkv": False},
     **{f"--muon-layout {layout}": {"muon_layout": layout} for layout in LAYOUTS},
     **{f"--muon-tp-mode {mode}": {"muon_tp_mode": mode} for mode in TP_MODES},
@@ -31,6 +32,10 @@ CHOICES = {
 
 REFUSED = {
     ("--muon-split-heads", "--muon-no-split-qkv"),
+    ("--muon-use-syrk", "--muon-tp-mode duplicated"),
+    ("--muon-use-syrk", "--muon-tp-mode distributed"),
+    ("--muon-use-syrk", "--muon-tp-mode blockwise"),
+    ("--muon-use-syrk", "--no-use-distributed-optimizer"),
     ("--muon-layout owner", "--no-use-distributed-optimizer"),
     ("--muon-layout flat", "--no-use-distributed-optimizer"),
     ("--muon-tp-mode distributed", "--muon-exchange-dtype bf16"),

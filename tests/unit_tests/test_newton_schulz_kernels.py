@@ -24,7 +24,7 @@ from megatron_muon.orthogonalize.blocks import normalize, orthogonalize_blocks
 from megatron_muon.orthogonalize.coefficients import coefficients
 from megatron_muon.orthogonalize.iteration import segment_lengths
 from megatron_muon.orthogonalize.kernels import Kernel, choose_kernel
-from megatron_muon.orthogonalize.products import Products
+from megatron_muon.orthogonalize.products import Products, syrk_applies
 from megatron_muon.testing.oracle import orthogonalize, relative_error
 
 ARITHMETICS = {a.name: a for a in (FP32, BF16, BF16_IN_FP32)}
@@ -326,6 +326,10 @@ def test_symmetric_products_are_mirrored(side, dtype):
     assert relative_error(got, full) < tolerance
 
 
+def test_syrk_needs_cuda():
+    assert not syrk_applies(64, 128, torch.bfloat16, torch.device("cpu"))
+
+
 # On a GPU.
 
 
@@ -342,6 +346,18 @@ def test_on_cuda_it_is_near_the_oracle(kind, shape, precision):
         stock = relative_error(muon_utils.newton_schulz(x.cuda(), 5, "quintic").cpu(), expected)
     limit = max(1e-3, stock) if precision == "highest" else 3 * stock + 1e-3
     assert relative_error(out.cpu(), expected) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 128), (256, 1024), (512, 512)])
+def test_syrk_is_near_the_oracle(shape):
+    device = torch.device("cuda")
+    if not syrk_applies(*shape, torch.bfloat16, device):
+        pytest.skip("emerging-optimizers has no SYRK for this GPU")
+    x = draw(*shape)
+    out = torch.empty_like(x, device=device)
+    orthogonalize_blocks([x.cuda()], [out], QUINTIC, BF16, use_syrk=True)
+    assert relative_error(out.cpu(), orthogonalize(x.double(), QUINTIC)) < 3e-2
 
 
 @pytest.mark.gpu
