@@ -79,6 +79,7 @@ def _watch(parser: Parser) -> None:
     @functools.wraps(parse)
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         global _last
+        _mend_help(parser)
         namespace, unknown = parse(*args, **kwargs)
         ours = [word for word in unknown if word.startswith(("--muon-", "--muon_"))]
         if ours:
@@ -89,6 +90,16 @@ def _watch(parser: Parser) -> None:
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]
+
+
+def _mend_help(parser: Parser) -> None:
+    """Escape help texts with a bare percent sign: with one, 0.19.2's ``--help`` is a traceback."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _error(parser: Parser, message: str) -> NoReturn:

@@ -65,9 +65,9 @@ def _lines(
         yield f"  {label}: {len(members)} parameters, {numel} elements"
     num_matrices = sum(row["optimizer"] == "muon" for row in rows)
     yield (
-        f"  plan {summary['fingerprint']}: {num_matrices} matrices over "
-        f"{max(plan.num_owners for plan in plans)} owners, Newton-Schulz work max/mean "
-        f"{summary['flops_max_over_mean']:.3f}, elements max/mean "
+        f"  plan {summary['fingerprint']}: {num_matrices} matrices, held by "
+        f"{max(plan.num_owners for plan in plans)} data-parallel ranks; Newton-Schulz work "
+        f"max/mean {summary['flops_max_over_mean']:.3f}, elements held max/mean "
         f"{summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
     )
     if settings.tp_mode == "blockwise":

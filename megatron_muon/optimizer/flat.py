@@ -6,6 +6,7 @@ updates of the size of AdamW's.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -510,7 +511,7 @@ def _device(params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.d
 def _check_group(group: Mapping[str, Any]) -> None:
     """Check the options of a group."""
     factor, amount = "a factor in [0, 1)", "a finite number of 0 or more"
-    for name, is_legal, expected in (
+    checks: tuple[tuple[str, Callable[[object], bool], str], ...] = (
         ("lr", _is_amount, amount),
         ("weight_decay", _is_amount, amount),
         ("matched_adamw_rms", _is_amount, amount),
@@ -520,10 +521,16 @@ def _check_group(group: Mapping[str, Any]) -> None:
         ("adamw_eps", _is_amount, amount),
         ("nesterov", _is_given, "a truth value"),
         ("use_muon", _is_given, "a truth value"),
-    ):
+    )
+    for name, is_legal, expected in checks:
         value = group.get(name)
         if not is_legal(value):
             raise ConfigurationError(f"{name} is {value!r}: expected {expected}.")
+    known = [name for name, *_ in checks]
+    for key in group:  # schedulers and scripts put keys of their own into groups
+        meant = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        if key not in known and meant:
+            raise ConfigurationError(f"A group has the unknown key {key!r}: is {meant[0]} meant?")
 
 
 def _is_amount(value: object, below: float = math.inf) -> bool:

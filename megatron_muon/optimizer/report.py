@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bookkeeping.plan import Plan
+from megatron_muon.bookkeeping.plan import GridSize, Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.account import StepAccount
@@ -43,6 +43,8 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
             "reason": route.reason,
             "blocks": [],
             "owner_ranks": [],
+            "home": None,
+            "expert_parallel": False,
             "flops": 0,
         }
         if item is not None:
@@ -51,9 +53,13 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
                 for block in item.matrix.blocks
                 for shape in block.matrix_shapes(item.matrix.shape)
             ]
+            tensor_ranks = range(plan.grids.get(item.owned.grid, GridSize()).tp)
             row["owner_ranks"] = [
-                {"data": piece.rank, "tensor": item.home.tp} for piece in item.owned.pieces
+                {"data": piece.rank, "tensor": rank}
+                for piece in item.owned.pieces
+                for rank in tensor_ranks
             ]
+            row["expert_parallel"] = item.matrix.expert_parallel
             row["home"] = {"data": item.home.dp, "tensor": item.home.tp}
             row["flops"] = item.flops
         rows.append(row)

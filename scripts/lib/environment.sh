@@ -62,6 +62,10 @@ install_environment() {
 # is used if it can be, and never removed.
 ensure_venv() {
   local version=""
+  if [[ -L "$VENV" ]]; then
+    die "$VENV is a link to $(readlink -f -- "$VENV"): installing into it would change the checkout that it" \
+      "belongs to. Remove the link and run this again, or run the scripts there."
+  fi
   if [[ -e "$VENV_NOTES/base" || ! -e "$VENV_NOTES/made" ]] && [[ -x "$VENV_PYTHON" ]]; then
     version="$("$VENV_PYTHON" -I -c 'import pip, sys; print("%d.%d" % sys.version_info[:2])' \
       </dev/null 2>/dev/null || true)"

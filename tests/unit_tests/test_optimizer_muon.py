@@ -760,3 +760,11 @@ def test_the_loss_of_a_closure_is_returned():
     before = weight.detach().clone()
     assert optimizer.step(closure) == before.square().sum()
     assert not torch.equal(before, weight)
+
+
+def test_a_misspelt_key_of_a_group_is_refused():
+    """Or its matrices would be AdamW's without a word; keys of schedulers are let through."""
+    params = [torch.nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(ConfigurationError, match="'use_moun': is use_muon meant"):
+        Muon([{"params": params, "use_moun": True}])
+    Muon([{"params": params, "use_muon": True, "initial_lr": 0.1, "name": "matrices"}])

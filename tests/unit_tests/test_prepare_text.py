@@ -195,23 +195,26 @@ def test_a_folder_without_text_is_an_error(
         assert message in capsys.readouterr().err
 
 
-@pytest.fixture
+@contextmanager
 def small_file_limit() -> Iterator[None]:
-    """Files cannot grow beyond 4 KiB: what a full disk does, without filling one."""
+    """Files cannot grow beyond 4 KiB: what a full disk does, without filling one.
+
+    No fixture, whose end comes after pytest has written its progress, to a file perhaps.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, previous)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
 
 
-def test_a_full_disk_leaves_no_half_file(
-    folder: Path, prefix: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_leaves_no_half_file(folder: Path, prefix: Path) -> None:
     (folder / "long.txt").write_text("x" * 20_000)
-    request.getfixturevalue("small_file_limit")
-    with pytest.raises(ConfigurationError, match=r"--output-prefix .* could not be written"):
+    expected = r"--output-prefix .* could not be written"
+    with pytest.raises(ConfigurationError, match=expected), small_file_limit():
         prepare_text(folder, prefix)
     assert names(prefix.parent) == set()
 

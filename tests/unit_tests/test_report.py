@@ -74,7 +74,8 @@ def test_routing_has_a_row_for_every_parameter_of_the_whole_model(runs, name):
         expected = blocks(case).get(parameter, [])
         assert row["optimizer"] == ("muon" if expected else "scalar")
         assert [block["shape"][0] for block in row["blocks"]] == list(map(len, expected))
-        assert len(row["owner_ranks"]) == (1 if expected else 0)
+        assert len(row["owner_ranks"]) == (case.tp if expected else 0)
+        assert (row["home"] is not None) == bool(expected)
         assert (row["flops"] > 0) == bool(expected)
     qkv = rows["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert [block["name"] for block in qkv["blocks"]] == ["q", "k", "v"]
@@ -94,8 +95,8 @@ def test_plan_and_settings(runs):
     assert report["resolved"]["tp_mode"] == "owner"
     work = {}
     for row in report["routing"]:
-        for owner in row["owner_ranks"]:
-            place = (owner["data"], owner["tensor"])
+        if row["home"] is not None:
+            place = (row["home"]["data"], row["home"]["tensor"])
             work[place] = work.get(place, 0) + row["flops"]
     assert report["plan"]["flops_max_over_mean"] == max(work.values()) / (sum(work.values()) / 4)
     done = {(r.dp_rank, r.tp_rank): r.newton_schulz_flops for r in ranks}
