@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,9 @@ from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer, masters_o
 from megatron_muon.optimizer.muon import Groups, OwnedMuon
 from megatron_muon.optimizer.param_layout import MuonParamLayout, published_kind, verify_layout
 
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+"""Types of the config's values that every rank must have alike."""
+
 Routes = dict[torch.nn.Parameter, Route]
 
 
@@ -70,7 +73,7 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         if _is_laid_out(model_chunks, settings):
             build = partial(build_on_layout, settings=settings, kinds=kinds)
         optimizer = raise_together(lambda: build(config, model_chunks, overrides, groups), world)
-        plan = _bind(optimizer, routes, settings, groups)
+        plan = _bind(optimizer, routes, config, settings, groups)
         muons = [child.optimizer for child in find_muon_children(optimizer)]
         announce(optimizer, list(routes.values()), plan, settings, muons)
         return optimizer
@@ -219,7 +222,9 @@ def _kind(param: Any, route: Route) -> Kind:
     return "scalar" if getattr(param, "allreduce", True) else "expert scalar"
 
 
-def _bind(optimizer: Any, routes: Routes, settings: MuonSettings, groups: Any) -> Plan:
+def _bind(
+    optimizer: Any, routes: Routes, config: OptimizerConfig, settings: MuonSettings, groups: Any
+) -> Plan:
     """Make the plan, compare it across ranks, and tell each Muon its part."""
     matrices = {p: route.matrix for p, route in routes.items() if route.matrix is not None}
     world = dist.group.WORLD
@@ -237,7 +242,7 @@ def _bind(optimizer: Any, routes: Routes, settings: MuonSettings, groups: Any) -
     plan = raise_together(
         lambda: make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each), world
     )
-    _compare_plans(plan, settings, groups)
+    _compare_plans(plan, config, settings, groups)
 
     def bind() -> None:
         if layer_wise is not None:
@@ -295,7 +300,9 @@ def _size(group: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-def _compare_plans(plan: Plan, settings: MuonSettings, groups: Any) -> None:
+def _compare_plans(
+    plan: Plan, config: OptimizerConfig, settings: MuonSettings, groups: Any
+) -> None:
     """Compare settings and plans: dense matrices in a pipeline stage, experts among their copies.
 
     Raises:
@@ -303,7 +310,14 @@ def _compare_plans(plan: Plan, settings: MuonSettings, groups: Any) -> None:
     """
     world = dist.group.WORLD
     assert world is not None
-    head = [f"{name} = {value}" for name, value in replace(settings, report=None).to_dict().items()]
+    # Whether there is a report is compared, and not where: rank 0 alone writes it.
+    told = replace(settings, report="FILE" if settings.report is not None else None)
+    head = [f"{name} = {value}" for name, value in told.to_dict().items()]
+    head += [
+        f"{field.name} = {value}"
+        for field in fields(config)
+        if field.name != "muon_report" and isinstance(value := getattr(config, field.name), _PLAIN)
+    ]
     dense = [item.row() for item in plan.matrices if not item.matrix.expert_parallel]
     experts = [item.row() for item in plan.matrices if item.matrix.expert_parallel]
     stage = _rank_in(groups, "pp")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
-from megatron_muon.collectives.agreement import gather, gather_distinct
+from megatron_muon.collectives.agreement import gather, gather_distinct, raise_together
 from megatron_muon.integration.capabilities import capabilities
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.muon import OwnedMuon
@@ -46,7 +46,9 @@ def announce(
     if world.rank() == 0:
         print("\n".join(_lines(rows, plans, summary, settings)), flush=True)
     if settings.report is not None:
-        report = Report.open(settings, rows, summary, writes=world.rank() == 0)
+        report = raise_together(
+            lambda: Report.open(settings, rows, summary, writes=world.rank() == 0), world
+        )
         record_steps(optimizer, muons, report)
 
 

@@ -220,10 +220,18 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         raise ConfigurationError(
             f"--muon-momentum is {config.muon_momentum}: expected a factor in [0, 1)."
         )
-    if config.muon_num_ns_steps < 1:
+    num_steps: object = config.muon_num_ns_steps
+    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
         raise ConfigurationError(
-            f"--muon-num-ns-steps is {config.muon_num_ns_steps}: expected 1 or more."
+            f"--muon-num-ns-steps is {num_steps!r}: expected an integer of 1 or more."
         )
+    if not 0 < config.muon_extra_scale_factor < math.inf:
+        raise ConfigurationError(
+            f"--muon-extra-scale-factor is {config.muon_extra_scale_factor}: expected a finite "
+            "number above 0."
+        )
+    if getattr(config, "muon_report", None) == "":
+        raise ConfigurationError("--muon-report is empty: give the name of a file, or drop it.")
     exchange_dtype = getattr(config, "muon_exchange_dtype", None) or "fp32"
     _one_of("--muon-exchange-dtype", exchange_dtype, EXCHANGE_DTYPES)
     distributed = config.use_layer_wise_distributed_optimizer or config.optimizer == "dist_muon"

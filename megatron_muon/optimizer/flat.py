@@ -40,6 +40,7 @@ from megatron_muon.optimizer.flat_records import (
     Report,
     agree,
     caused_by,
+    check_places,
     check_plans,
     complete,
     gather_grid,
@@ -56,6 +57,9 @@ MOMENTUM, MEAN, SQUARE = "momentum_buffer", "exp_avg", "exp_avg_sq"
 
 DEFAULT_BUDGET_NBYTES = 64 * 2**20
 _WIRE_DTYPE = torch.bfloat16
+
+_APPLIED_ALIKE = ("lr", "weight_decay", "matched_adamw_rms", "momentum", "nesterov")
+"""Options of a group that the pieces of one matrix must have alike."""
 
 
 class _Unscaled(Orthogonalization):
@@ -165,6 +169,7 @@ class Muon(torch.optim.Optimizer):
         self.arena = Arena()
         self.distributed_mode = False
         self._engines: list[Engine] | None = None
+        self._planned_for: object = None
         self._params: dict[str, torch.Tensor] = {}
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None
 
@@ -199,6 +204,7 @@ class Muon(torch.optim.Optimizer):
             PlanError: Ranks disagree, a shard is not what its record says, or a rank met any other
                 exception, which it chains; on every rank.
         """
+        check_places(gather_grid(dist.get_rank(), dist_group, tp_group))
         size, tp_size = dist_group.size(), 1 if tp_group is None else tp_group.size()
         options: Options | None = None
         rows: list[Record] = []
@@ -241,6 +247,7 @@ class Muon(torch.optim.Optimizer):
             check_plans(everyones)
         self._params, self._engines, self._groups = params, engines, (dist_group, tp_group)
         self.distributed_mode = True
+        self._planned_for = self._what_is_planned()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -259,8 +266,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._engines is None:
-            self._plan_whole_matrices()
+        self._keep_plan()
         groups = {p: group for group in self.param_groups for p in group["params"]}
         run_engines(
             self._engines or [],
@@ -283,8 +289,34 @@ class Muon(torch.optim.Optimizer):
         if getattr(self, "distributed_mode", False):
             raise ConfigurationError("Add parameter groups before enable_distributed_mode().")
         super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
+        try:
+            _check_group(self.param_groups[-1])
+        except ConfigurationError:
+            del self.param_groups[-1]
+            raise
         self._engines = None
+
+    def _what_is_planned(self) -> object:
+        """What the plan depends on, to see that it has changed."""
+        return [
+            (
+                group["use_muon"], group["ns_steps"],
+                [(id(p), self.distributed_mode or _moves(p)) for p in group["params"]],
+            )
+            for group in self.param_groups
+        ]  # fmt: skip
+
+    def _keep_plan(self) -> None:
+        """Plan again if groups have changed; in distributed mode, where all ranks plan, refuse."""
+        if self._engines is not None and self._planned_for == self._what_is_planned():
+            return
+        if self.distributed_mode:
+            raise ConfigurationError(
+                "Parameters, use_muon or ns_steps of a group have changed in distributed mode. "
+                "Call enable_distributed_mode() again on every rank."
+            )
+        self._plan_whole_matrices()
+        self._planned_for = self._what_is_planned()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the momentum of every matrix also before the first step.
@@ -414,7 +446,7 @@ class Muon(torch.optim.Optimizer):
                         "Muon takes matrices. Give the others to a group without it, and flat "
                         "shards to enable_distributed_mode()."
                     )
-                if not param.numel():
+                if not param.numel() or not _moves(param):
                     continue
                 name = f"matrix {len(self._params):08d}"
                 self._params[name] = param
@@ -468,6 +500,7 @@ class Muon(torch.optim.Optimizer):
                 Record(
                     meta.buffer_idx, meta.bucket_idx, meta.global_range,
                     (meta.shape[0], meta.shape[1]), meta.tp_split_dim, group["ns_steps"],
+                    tuple(float(group[name]) for name in _APPLIED_ALIKE),
                 ),
             )
             for group in self.param_groups
@@ -506,6 +539,11 @@ def _device(params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.d
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _moves(param: torch.Tensor) -> bool:
+    """Whether a matrix is stepped: a frozen one without a gradient stays where it is."""
+    return param.requires_grad or param.grad is not None
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

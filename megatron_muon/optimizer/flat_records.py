@@ -36,6 +36,8 @@ class Record:
     shape: tuple[int, int]
     tp_split_dim: int
     ns_steps: int
+    options: tuple[float, ...] = ()
+    """Learning rate and the like, which every rank has to apply alike."""
 
     @property
     def bucket(self) -> tuple[int, int]:
@@ -169,6 +171,20 @@ def gather_grid[T](
     """Return every rank's value; collective over both groups."""
     column = gather(value, dist_group)
     return [column] if tp_group is None else gather(column, tp_group)
+
+
+def check_places(ranks: ByRank[int]) -> None:
+    """Check that the two groups span a grid: every place in it is another rank.
+
+    Raises:
+        ConfigurationError: One rank has two places, as with one group given twice.
+    """
+    everyone = [rank for column in ranks for rank in column]
+    if len(set(everyone)) != len(everyone):
+        raise ConfigurationError(
+            f"enable_distributed_mode: dist_group x tp_group has the ranks {everyone}, some of "
+            "them twice. Give two groups that have one rank in common; tp_group=None for none."
+        )
 
 
 def to_tell(error: Exception | None) -> MuonError | None:

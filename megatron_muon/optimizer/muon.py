@@ -171,6 +171,34 @@ class OwnedMuon(torch.optim.Optimizer):
 
         run_engines(self.engines, self.account, self.arena, read, apply)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; not once the plan is made."""
+        if getattr(self, "engines", None):
+            raise ConfigurationError(
+                "Parameters cannot be added to Muon once it is built: train them from the start."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned.
+
+        Raises:
+            ConfigurationError: A parameter's momentum is missing or has another shape; nothing is
+                loaded then.
+        """
+        if self.engines:
+            params = [p for group in self.param_groups for p in group["params"]]
+            saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+            for param, key in zip(params, saved, strict=False):
+                momentum = state_dict["state"].get(key, {}).get(MOMENTUM)
+                if momentum is None or momentum.shape != param.shape:
+                    found = "no momentum" if momentum is None else tuple(momentum.shape)
+                    raise ConfigurationError(
+                        f"The state has {found} for parameter {key}, a matrix or piece of shape "
+                        f"{tuple(param.shape)}. It is of another model or number of ranks."
+                    )
+        super().load_state_dict(state_dict)
+
     def close(self) -> None:
         """Give up all scratch. May be called twice; a later step takes new scratch."""
         self.arena.close()

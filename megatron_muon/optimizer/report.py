@@ -130,8 +130,13 @@ class Report:
             ConfigurationError: The file cannot be written.
         """
         assert settings.report is not None
+        path = Path(settings.report).resolve()
+        if path.exists() and not path.is_file():
+            raise ConfigurationError(
+                f"--muon-report {settings.report}: is there and is no file. Give another name."
+            )
         report = cls(
-            Path(settings.report),
+            path,
             {
                 "resolved": settings.to_dict(),
                 "routing": list(routing),

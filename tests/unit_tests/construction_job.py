@@ -183,6 +183,18 @@ def unequal_settings() -> None:
     build(DP2, muon_num_ns_steps=5 + dist.get_rank())
 
 
+def unequal_scalar_settings() -> None:
+    build(DP2, clip_grad=float(dist.get_rank()))
+
+
+def report_on_one_rank() -> None:
+    build(DP2, muon_report="report.json" if dist.get_rank() else None)
+
+
+def report_in_no_folder() -> None:
+    build(DP2, muon_report="/no/such/folder/report.json")
+
+
 def no_matrix() -> None:
     chunks = build_model(DP2)
     for _, param in parameters(chunks):
@@ -318,7 +330,8 @@ SCENARIOS: dict[str, tuple[int, Callable[[], Any]]] = {
         for scenario in (
             bytes_layout, untagged_layout, by_hand, another_shard_count, another_buffer,
             changed_after_wrapping, reduced_by_shards, uneven_gathers, two_models_of_one_name,
-            unequal_routes, unequal_owners, unequal_settings, no_matrix, exclude_nothing,
+            unequal_routes, unequal_owners, unequal_settings, unequal_scalar_settings,
+            report_on_one_rank, report_in_no_folder, no_matrix, exclude_nothing,
             include_vector, no_tags_without_a_layout, exclude_too_late, exclude_by_flag,
             other_rules_on_the_same_model,
             fp16, cpu_offload, deprecated_name, overrides_of_the_caller, overlap_of_ddp_decides,

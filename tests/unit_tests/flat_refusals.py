@@ -101,6 +101,10 @@ def _set(**values: Any) -> Callable[[Arguments], None]:
 REFUSALS: dict[str, tuple[Callable[[Arguments], None], str]] = {
     "uneven bucket": (_uneven, "bucket 0 of buffer 0 .* no multiple of the 2 ranks"),
     "other sizes": (_larger, "was given .*global_buffer_sizes"),
+    "other rate": (
+        lambda arguments: arguments.groups[0].update(lr=0.5),
+        "two records of one matrix",
+    ),
     "no record": (_drop_record, "no MuonDistMeta"),
     "wrong size": (_shorten_shard, r"the shard has \d+ elements"),
     "other split": (_other_split, "two records of one matrix"),

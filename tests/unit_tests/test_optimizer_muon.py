@@ -18,7 +18,13 @@ from megatron_muon import Muon, adjust_lr_wd_for_muon, zeropower_via_newtonschul
 from megatron_muon.bookkeeping.matrix import step_flops
 from megatron_muon.bookkeeping.plan import Grid, GridSize, make_plan
 from megatron_muon.errors import ConfigurationError, PlanError
-from megatron_muon.optimizer.flat_records import Options, Record, Report, agree
+from megatron_muon.optimizer.flat_records import (
+    Options,
+    Record,
+    Report,
+    agree,
+    check_places,
+)
 from megatron_muon.testing.ranks import run_ranks
 from tests.unit_tests import flat_job, flat_refusals
 from tests.unit_tests.flat_job import LARGE, ODD, ODD_BUCKETS, Bucket, Scenario, odd_model
@@ -768,3 +774,56 @@ def test_a_misspelt_key_of_a_group_is_refused():
     with pytest.raises(ConfigurationError, match="'use_moun': is use_muon meant"):
         Muon([{"params": params, "use_moun": True}])
     Muon([{"params": params, "use_muon": True, "initial_lr": 0.1, "name": "matrices"}])
+
+
+def test_groups_that_share_more_than_a_rank_are_refused():
+    """Given one group twice, ranks would exchange with the wrong ones until the process aborts."""
+    check_places([[0, 2], [1, 3]])
+    with pytest.raises(ConfigurationError, match="some of them twice"):
+        check_places([[0, 1], [0, 1]])
+
+
+def stepped(optimizer, params):
+    before = [param.detach().clone() for param in params]
+    for i, param in enumerate(params):
+        if param.requires_grad:
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(i))
+    optimizer.step()
+    return [param.detach() - old for param, old in zip(params, before, strict=True)]
+
+
+def test_changed_groups_are_planned_again():
+    params = [torch.nn.Parameter(torch.ones(3, 5)) for _ in range(2)]
+    optimizer = Muon([{"params": [p], "use_muon": True, "weight_decay": 0.0} for p in params])
+    stepped(optimizer, params)
+    optimizer.param_groups[0]["use_muon"] = False
+    optimizer.param_groups[1]["ns_steps"] = 1
+    changes = stepped(optimizer, params)
+    fresh = [torch.nn.Parameter(torch.ones(3, 5)) for _ in range(2)]
+    other = Muon([{"params": [fresh[0]], "weight_decay": 0.0}])
+    torch.testing.assert_close(changes[0], stepped(other, fresh[:1])[0], rtol=1e-5, atol=1e-7)
+    five = Muon([{"params": [fresh[1]], "use_muon": True, "weight_decay": 0.0}])
+    stepped(five, fresh[1:])
+    assert not torch.allclose(changes[1], stepped(five, fresh[1:])[0], rtol=0.1)
+    appended = torch.nn.Parameter(torch.ones(3, 5))
+    optimizer.param_groups[1]["params"].append(appended)
+    assert stepped(optimizer, [*params, appended])[2].any()
+
+
+def test_a_frozen_matrix_stays_where_it_is():
+    params = [torch.nn.Parameter(torch.ones(3, 5)) for _ in range(2)]
+    optimizer = Muon([{"params": params, "use_muon": True}])
+    stepped(optimizer, params)
+    params[0].requires_grad_(False).grad = None
+    still, moved = stepped(optimizer, params)
+    assert not still.any()
+    assert moved.any()
+
+
+def test_a_group_with_a_wrong_option_is_not_added():
+    optimizer = Muon([{"params": [torch.nn.Parameter(torch.ones(3, 5))], "use_muon": True}])
+    with pytest.raises(ConfigurationError, match="ns_steps"):
+        optimizer.add_param_group(
+            {"params": [torch.nn.Parameter(torch.ones(2, 2))], "use_muon": True, "ns_steps": 0}
+        )
+    assert len(optimizer.param_groups) == 1
