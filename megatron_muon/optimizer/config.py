@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.compatibility import Chosen, check_pairs
+from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 
 TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
 TP_MODES: tuple[str, ...] = get_args(TPMode)
@@ -21,7 +22,7 @@ MATMUL_PRECISIONS = ("medium", "high", "highest")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 SCALAR_OPTIMIZERS = ("adam", "lion")
 
-DEFAULT_GATHER_BUDGET_MIB = 64
+DEFAULT_GATHER_BUDGET_MIB = DEFAULT_BUDGET_NBYTES // 2**20
 MIN_GATHER_BUDGET_MIB = 4 / 1024
 """A page: below it even the smallest matrices would travel one by one."""
 

@@ -48,14 +48,13 @@ from megatron_muon.optimizer.flat_records import (
     raise_alike,
     to_tell,
 )
-from megatron_muon.optimizer.station import EngineSettings, Station
+from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES, EngineSettings, Station
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
-from megatron_muon.orthogonalize.update import accumulate_momentum, apply_update
+from megatron_muon.orthogonalize.update import MOMENTUM, accumulate_momentum, apply_update
 
-MOMENTUM, MEAN, SQUARE = "momentum_buffer", "exp_avg", "exp_avg_sq"
-"""Keys of the optimizer's state."""
+MEAN, SQUARE = "exp_avg", "exp_avg_sq"
+"""Keys of AdamW's moments in the state."""
 
-DEFAULT_BUDGET_NBYTES = 64 * 2**20
 _WIRE_DTYPE = torch.bfloat16
 
 _APPLIED_ALIKE = ("lr", "weight_decay", "matched_adamw_rms", "momentum", "nesterov")

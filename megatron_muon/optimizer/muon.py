@@ -17,12 +17,10 @@ from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.engine import Engine, run_engines
 from megatron_muon.optimizer.station import EngineSettings, Station
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
-from megatron_muon.orthogonalize.update import advance_momentum, apply_update
+from megatron_muon.orthogonalize.update import MOMENTUM, advance_momentum, apply_update
 
-MOMENTUM = "momentum_buffer"
-"""State key of the momentum: the name Megatron's own Muon uses."""
-
-EXCHANGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What ``--muon-exchange-dtype`` stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +113,7 @@ class OwnedMuon(torch.optim.Optimizer):
             ),
             mode=self.settings.tp_mode,
             budget_nbytes=self.settings.gather_budget_nbytes,
-            exchange_dtype=EXCHANGE_DTYPES[self.settings.exchange_dtype],
+            exchange_dtype=_WIRE_DTYPES[self.settings.exchange_dtype],
         )
         self.engines = [
             Engine(

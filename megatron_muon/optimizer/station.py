@@ -27,6 +27,9 @@ SPREADS = {
 }
 """Where Newton-Schulz runs, by ``--muon-tp-mode``."""
 
+DEFAULT_BUDGET_NBYTES = 64 * 2**20
+"""What a rank may send and receive in one collective unless the user says otherwise."""
+
 BlockWork = tuple[torch.Tensor, torch.Tensor, Sequence[LogicalBlock]]
 """A matrix, where its update goes (the matrix itself or other memory), and its blocks."""
 
@@ -50,7 +53,7 @@ class EngineSettings:
     orthogonalization: Orthogonalization
     mode: str = "owner"
     exchange: Literal["homes", "gather"] = "homes"
-    budget_nbytes: int = 64 * 2**20
+    budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     exchange_dtype: torch.dtype = torch.float32
 
     @property

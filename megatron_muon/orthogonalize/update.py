@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+MOMENTUM = "momentum_buffer"
+"""Key of the momentum in an optimizer's state: the name Megatron's own Muon uses."""
+
 
 def advance_momentum(
     momentum: torch.Tensor, grad: torch.Tensor, mu: float, nesterov: bool
