@@ -24,3 +24,7 @@ class PlanError(MuonError, RuntimeError):
 
 class HostError(MuonError, ImportError):
     """Python, torch, megatron-core or another host package is missing or not a known version."""
+
+
+class NonFiniteGradientError(MuonError, ArithmeticError):
+    """Gradients with inf or NaN in more steps in a row than the user allows."""

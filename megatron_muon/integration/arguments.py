@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron_muon.integration.messages import fail
-from megatron_muon.optimizer.config import FLAGS, TP_MODES
+from megatron_muon.optimizer.config import FLAGS, MATMUL_PRECISIONS, TP_MODES
 
 Parser = argparse.ArgumentParser
 
@@ -44,6 +44,7 @@ def adds_muon_arguments(function: Callable[[Parser], Parser]) -> Callable[[Parse
     def add_megatron_arguments(parser: Parser) -> Parser:
         parser = function(parser)
         _widen_tp_mode(parser)
+        _set_precisions(parser)
         group = parser.add_argument_group(title="megatron_muon")
         for flag, options in FLAGS.items():
             group.add_argument(flag, **options)
@@ -63,6 +64,13 @@ def _widen_tp_mode(parser: Parser) -> None:
                 "rank each (owner), whole on every rank (duplicated), together (distributed), or "
                 "shard by shard, which is another optimizer at every size (blockwise)."
             )
+
+
+def _set_precisions(parser: Parser) -> None:
+    """Offer the precisions that have a meaning: Megatron has ``low``, which does nothing."""
+    for action in parser._actions:
+        if action.dest == "muon_fp32_matmul_prec":
+            action.choices = MATMUL_PRECISIONS
 
 
 def _watch(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""The optimizers of a model whose DDP buffers lie as this package published them."""
+"""The optimizers of a model: Muon over the matrices, scalar optimizers over all else."""
 
 from __future__ import annotations
 
@@ -8,60 +8,57 @@ from typing import Any, Literal
 
 import megatron.core.optimizer as host
 import torch
-from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import UnsupportedError
+from megatron_muon.integration.ddp import ROUTE
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
+from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer, wrap_whole
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_layout import buffers_of
 
 Kind = Literal["matrix", "scalar", "expert scalar"]
 """What has an optimizer of its own; the last two are sharded over different groups."""
 
-_MUON = "muon"
-
 
 def build_on_layout(
     config: OptimizerConfig,
     model_chunks: Sequence[Any],
-    config_overrides: dict[Any, Any],
+    config_overrides: Mapping[ParamKey, Any],
     groups: Any,
     settings: MuonSettings,
     kinds: Set[Kind],
-) -> Any:
-    """Build Muon over the matrices and byte-sharded scalar optimizers over all else.
-
-    In the place of ``_get_megatron_emerging_optimizer`` (0.19.2, optimizer/__init__.py:719), which
-    has no scalar optimizer over the expert data-parallel group.
+) -> list[Any]:
+    """Build Muon over the matrices and byte-sharded scalar optimizers, for buffers laid out by us.
 
     Args:
         config: Megatron's optimizer config.
         model_chunks: DDP-wrapped model chunks, their layout verified.
-        config_overrides: Overrides of parameter groups; Muon's own are added.
+        config_overrides: The caller's overrides of parameter groups.
         groups: Process groups of the model.
         settings: The resolved settings.
         kinds: What parameters some rank has. Each kind has its optimizer on every rank, empty
-            where a pipeline stage has none, since all take part in its gradient statistics.
+            where a pipeline stage has none, since all take part in its collectives.
     """
     if model_chunks[0].ddp_config.num_distributed_optimizer_instances != 1:
         raise UnsupportedError(
             "--num-distributed-optimizer-instances above 1 is not supported with --optimizer muon: "
             "leave it at 1, or give --no-use-layer-wise-param-layout."
         )
-    for key, override in host._EMERGING_OPTIMIZERS[_MUON].default_param_overrides.items():
-        config_overrides[key] = {**override, "optimizer": settings.scalar_optimizer}
-    param_groups = host._get_param_groups(model_chunks, config, config_overrides)
-    matrices = [group for group in param_groups if _is_muon(group)]
+    param_groups = _param_groups(config, model_chunks, config_overrides, settings)
     children: list[Any] = []
     if "matrix" in kinds:
-        init_state = host._EMERGING_OPTIMIZERS[_MUON].init_state_fn
-        muons: list[torch.optim.Optimizer] = [OwnedMuon(matrices, settings)] if matrices else []
+        muons = _muons(param_groups, settings)
         children.append(
             LayerWiseMuonOptimizer(
-                muons, config, groups, [init_state] * len(muons), list(model_chunks)
+                list(muons), config, groups, [_init_muon] * len(muons), list(model_chunks)
             )
         )
     scalars = []
@@ -72,20 +69,148 @@ def build_on_layout(
         ]  # fmt: skip
         if kind in kinds:
             scalars.append(
-                _scalar_optimizer(config, model_chunks, members, groups, settings, is_expert)
+                _sharded_scalar(config, model_chunks, members, groups, settings, is_expert)
             )
     for child in scalars[:-1]:
         # Each would gather the buckets of all of them: the last does, when all have stepped.
         child._defer_param_sync = True
-    children += scalars
-    return children[0] if kinds == {"matrix"} else ChainedOptimizer(children)
+    return children + scalars
+
+
+def build_layer_wise(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    config_overrides: Mapping[ParamKey, Any],
+    groups: Any,
+    settings: MuonSettings,
+) -> list[Any]:
+    """Build one layer-wise optimizer over whole parameters, for buffers that nobody laid out.
+
+    Args:
+        config: Megatron's optimizer config.
+        model_chunks: DDP-wrapped model chunks.
+        config_overrides: The caller's overrides of parameter groups.
+        groups: Process groups of the model.
+        settings: The resolved settings.
+    """
+    param_groups = _param_groups(config, model_chunks, config_overrides, settings)
+    pairs = [(muon, _init_muon) for muon in _muons(param_groups, settings)]
+    members = [group for group in param_groups if not _is_muon(group)]
+    if members:
+        pairs.append(_whole_scalar(config, model_chunks, members, groups, settings))
+    optimizers, init_fns = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return [LayerWiseMuonOptimizer(optimizers, config, groups, init_fns, list(model_chunks))]
+
+
+def build_replicated(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    config_overrides: Mapping[ParamKey, Any],
+    groups: Any,
+    settings: MuonSettings,
+) -> list[Any]:
+    """Build optimizers that step every parameter on every data-parallel rank.
+
+    Args:
+        config: Megatron's optimizer config.
+        model_chunks: Model chunks, DDP-wrapped or not.
+        config_overrides: The caller's overrides of parameter groups.
+        groups: Process groups of the model.
+        settings: The resolved settings.
+    """
+    param_groups = _param_groups(config, model_chunks, config_overrides, settings)
+    children = []
+    for is_expert in (False, True):
+        of_kind = [group for group in param_groups if group["is_expert_parallel"] == is_expert]
+        pairs = [(muon, _init_muon) for muon in _muons(of_kind, settings)]
+        members = [group for group in of_kind if not _is_muon(group)]
+        if members:
+            pairs.append(_whole_scalar(config, model_chunks, members, groups, settings))
+        for optimizer, init_fn in pairs:
+            child = wrap_whole(optimizer, config, init_fn)
+            child.grad_stats_parallel_group = groups.tp_ep_pp if is_expert else groups.mp
+            child.tp_group = groups.tp
+            child.expert_tp_group = getattr(groups, "expt_tp", groups.tp)
+            children.append(child)
+    return children
+
+
+def _param_groups(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    config_overrides: Mapping[ParamKey, Any],
+    settings: MuonSettings,
+) -> list[dict[str, Any]]:
+    """Make Megatron's parameter groups; what is not routed to Muon has the scalar optimizer.
+
+    A rate of the scalar optimizer is for what no override of the caller gives a rate.
+    """
+    scalar = ParamKey(predicate=ParamPredicate(name="not_routed_to_muon", fn=_is_scalar))
+    overrides = {**config_overrides, scalar: {"optimizer": settings.scalar_optimizer}}
+    for field, value in (("max_lr", settings.scalar_lr), ("min_lr", settings.scalar_min_lr)):
+        if value is not None:
+            overrides[_scalar_without(field, config_overrides)] = {field: value}
+    groups: list[dict[str, Any]] = host._get_param_groups(list(model_chunks), config, overrides)
+    return groups
+
+
+def _scalar_without(field: str, overrides: Mapping[ParamKey, Any]) -> ParamKey:
+    """Return a key of the scalar parameters for which no override gives a field."""
+    giving = [key for key, override in overrides.items() if field in override]
+    return ParamKey(
+        with_name_predicate=ParamWithNamePredicate(
+            name=f"scalar_{field}",
+            fn=lambda param, name: (
+                _is_scalar(param) and not any(key.matches(param, name) for key in giving)
+            ),
+        )
+    )
+
+
+def _is_scalar(param: torch.nn.Parameter) -> bool:
+    route: Route | None = getattr(param, ROUTE, None)
+    return route is None or route.optimizer == "scalar"
+
+
+def _muons(
+    param_groups: Sequence[dict[str, Any]], settings: MuonSettings
+) -> list[torch.optim.Optimizer]:
+    """Return one Muon over the groups of matrices, none where there are none."""
+    matrices = [group for group in param_groups if _is_muon(group)]
+    return [OwnedMuon(matrices, settings)] if matrices else []
+
+
+def _init_muon(muon: OwnedMuon, config: OptimizerConfig | None = None) -> None:
+    """Make the state, as Megatron asks before it loads a checkpoint."""
+    muon.init_state()
+
+
+def _whole_scalar(
+    config: OptimizerConfig,
+    model_chunks: Sequence[Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    groups: Any,
+    settings: MuonSettings,
+) -> tuple[torch.optim.Optimizer, Any]:
+    """Build the torch optimizer over whole scalar parameters, and what makes its state."""
+    scalar_config = copy.copy(config)
+    scalar_config.optimizer = settings.scalar_optimizer
+    scalar_config.use_distributed_optimizer = False
+    pair: tuple[torch.optim.Optimizer, Any] = host._get_megatron_optimizer_based_on_param_groups(
+        config=scalar_config,
+        model_chunks=list(model_chunks),
+        param_groups=list(param_groups),
+        pg_collection=groups,
+        skip_megatron_wrapping=True,
+    )
+    return pair
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("optimizer", _MUON) == _MUON)
+    return bool(group.get("optimizer") is None)
 
 
-def _scalar_optimizer(
+def _sharded_scalar(
     config: OptimizerConfig,
     model_chunks: Sequence[Any],
     param_groups: Sequence[Mapping[str, Any]],

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
-from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
@@ -35,10 +34,17 @@ from megatron_muon.collectives.agreement import (
     raise_together,
 )
 from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
-from megatron_muon.integration.children import Kind, build_on_layout
+from megatron_muon.integration.children import (
+    Kind,
+    build_layer_wise,
+    build_on_layout,
+    build_replicated,
+)
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
+from megatron_muon.integration.params_norm import watch_params_norm
 from megatron_muon.integration.start import announce
+from megatron_muon.optimizer.chain import MuonChain
 from megatron_muon.optimizer.config import MuonSettings, resolve
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer, masters_of
 from megatron_muon.optimizer.muon import Groups, OwnedMuon
@@ -67,13 +73,20 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         settings, routes = raise_together(lambda: _checked(config, model_chunks), world)
         kinds = _check_routes(routes, model_chunks, settings)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        # The factory writes its defaults into the overrides it is given.
-        overrides = dict(config_overrides or {})
-        build = original
-        if _is_laid_out(model_chunks, settings):
-            build = partial(build_on_layout, settings=settings, kinds=kinds)
-        optimizer = raise_together(lambda: build(config, model_chunks, overrides, groups), world)
+        build = _builder(model_chunks, settings, kinds)
+
+        def chained() -> MuonChain:
+            return MuonChain(
+                build(config, model_chunks, config_overrides or {}, groups, settings),
+                {param: route.facts.name for param, route in routes.items()},
+                groups,
+                settings,
+                _device(routes),
+            )
+
+        optimizer = raise_together(chained, world)
         plan = _bind(optimizer, routes, config, settings, groups)
+        watch_params_norm(model_chunks, optimizer)
         muons = [child.optimizer for child in find_muon_children(optimizer)]
         announce(optimizer, list(routes.values()), plan, settings, muons)
         return optimizer
@@ -81,22 +94,26 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_megatron_emerging_optimizer
 
 
-def registers_muon(original: EmergingOptimizerEntry) -> EmergingOptimizerEntry:
-    """Return the registry's row for ``muon``: our optimizer, made from the config."""
-    del original
-    scalar = ParamKey(predicate=ParamPredicate(name="not_routed_to_muon", fn=_is_scalar))
-    return EmergingOptimizerEntry(
-        optimizer_cls=OwnedMuon,
-        init_state_fn=lambda muon, config=None: muon.init_state(),
-        config_to_kwargs=lambda config, chunks, groups: {"settings": _resolve(config)},
-        # The factory puts the configured scalar optimizer in this place.
-        default_param_overrides={scalar: {"optimizer": "adam"}},
-    )
+def _builder(
+    model_chunks: Sequence[Any], settings: MuonSettings, kinds: frozenset[Kind]
+) -> Callable[..., list[Any]]:
+    """Return what builds the children, in the place of Megatron's factory.
+
+    Its own (0.19.2, optimizer/__init__.py:719) refuses fp16, leaves the children of a layer-wise
+    optimizer without a wrapper in fp32, and has no scalar optimizer over the expert data-parallel
+    group.
+    """
+    if settings.layout is None:
+        return build_replicated
+    if _is_laid_out(model_chunks):
+        return partial(build_on_layout, kinds=kinds)
+    return build_layer_wise
 
 
-def _is_scalar(param: torch.nn.Parameter) -> bool:
-    route: Route | None = getattr(param, ROUTE, None)
-    return route is None or route.optimizer == "scalar"
+def _device(routes: Routes) -> torch.device:
+    """Return where the parameters are; a rank may have none."""
+    here = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return next((param.device for param in routes), here or torch.device("cpu"))
 
 
 def _resolve(config: OptimizerConfig) -> MuonSettings:
@@ -112,22 +129,28 @@ def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> tuple[Muon
     return settings, _routes(model_chunks, settings)
 
 
-def _is_laid_out(model_chunks: Sequence[Any], settings: MuonSettings) -> bool:
+def _is_laid_out(model_chunks: Sequence[Any]) -> bool:
     """Whether DDP's buffers were laid out: the same on all ranks, unlike what lies in them."""
     ddp_configs = (getattr(chunk, "ddp_config", None) for chunk in model_chunks)
-    return settings.layout is not None and any(
+    return any(
         getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs
     )
 
 
 def _check_supported(config: OptimizerConfig) -> None:
-    if config.fp16:
-        raise UnsupportedError(
-            "--optimizer muon does not train in fp16 yet, as megatron-core's does not: use --bf16."
-        )
     if getattr(config, "muon_use_syrk", False) and not torch.cuda.is_available():
         raise ConfigurationError(
             "--muon-use-syrk has no effect without CUDA: its kernel is for GPUs. Drop it."
+        )
+    if config.use_precision_aware_optimizer:
+        raise UnsupportedError(
+            "--use-precision-aware-optimizer does not work with --optimizer muon, which needs fp32 "
+            "master weights: drop it. --muon-momentum-dtype bf16 halves the momentum's memory."
+        )
+    if config.overlap_param_gather_with_optimizer_step:
+        raise UnsupportedError(
+            "--overlap-param-gather-with-optimizer-step does not work with --optimizer muon: use "
+            "--overlap-param-gather alone."
         )
     if config.optimizer_cpu_offload:
         raise UnsupportedError(
@@ -247,9 +270,7 @@ def _bind(
     def bind() -> None:
         if layer_wise is not None:
             layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
-        # A rank may have no parameters.
-        device = next((param.device for param in routes), torch.device("cpu"))
-        _bind_children(optimizer, device, plan, matrices, grids)
+        _bind_children(optimizer, _device(routes), plan, matrices, grids)
 
     raise_together(bind, world)
     return plan

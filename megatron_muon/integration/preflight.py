@@ -49,7 +49,10 @@ def checks_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigurationError(f"Megatron refuses the arguments: {error}") from None
         if args.optimizer in MUON_NAMES:
             state = installation()
-            resolve(args, state.layout if state else None)
+            settings = resolve(args, state.layout if state else None)
+            if settings.max_skipped_steps > 0:
+                # Megatron would end training at the first, before the optimizer can skip the step.
+                args.check_for_nan_in_loss_and_grad = False
         return result
 
     return validate_args
@@ -62,7 +65,7 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
         yield from _muon_problems(args)
     else:
         for flag in FLAGS:
-            if getattr(args, _destination(flag), None):
+            if getattr(args, _destination(flag), None) not in (None, False, []):
                 yield f"{flag} has no effect with --optimizer {args.optimizer}: drop it."
 
 
@@ -87,11 +90,6 @@ def _size_problems(args: argparse.Namespace) -> Iterator[str]:
 def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
     if not _has_our_flags(args):
         yield _TOO_LATE
-    if args.fp16:
-        yield (
-            "--optimizer muon does not train with --fp16 yet, as megatron-core's does not: use "
-            "--bf16."
-        )
     for flag, folder in (("--save", args.save), ("--load", args.load)):
         if args.muon_layout == "flat" and folder:
             yield (

@@ -288,7 +288,7 @@ def _layout_seams() -> list[Seam]:
 
 def _factory_seams() -> list[Seam]:
     """Return the seams through which Megatron's factory builds our optimizer."""
-    from megatron_muon.integration import factory
+    from megatron_muon.integration import factory, params_norm
     from megatron_muon.optimizer.config import MuonConfig
 
     return [
@@ -296,19 +296,19 @@ def _factory_seams() -> list[Seam]:
             module=_CORE,
             name="_get_megatron_emerging_optimizer",
             replace=factory.builds_muon,
-            why="routes, checks and plans before Megatron's factory, binds the plan after it",
+            why="the algorithm itself, in every precision; Megatron's refuses fp16",
             needed_by="core/optimizer/__init__.py:get_megatron_optimizer",
             expected=_takes("config", "model_chunks", "config_overrides", "pg_collection"),
             copied=True,
         ),
         Seam(
-            module=f"{_CORE}.emerging_optimizers",
-            name="_EMERGING_OPTIMIZERS.muon",
-            replace=factory.registers_muon,
-            why="the algorithm itself: our torch optimizer and our routing predicate",
-            needed_by="core/optimizer/emerging_optimizers.py:_create_emerging_optimizer",
-            expected=_takes("optimizer_cls", "init_state_fn", "config_to_kwargs",
-                            "default_param_overrides"),
+            module=_TRAINING,
+            name="calc_params_l2_norm",
+            replace=params_norm.counts_masters,
+            why="--log-params-norm mixes masters with rounded and, with overlap, old weights",
+            needed_by="training/training.py:training_log",
+            expected=Expected(("model",), at_least=True),
+            copied=True,
         ),
         Seam(
             module=_TRAINING,

@@ -21,6 +21,8 @@ class Chosen:
         distributed: Whether the optimizer is distributed.
         param_layout: Whether DDP is given a layout (``--no-use-layer-wise-param-layout``).
         tp_mode: Where tensor-parallel matrices are orthogonalized.
+        clip: What is clipped.
+        clip_grad: Norm above which it is; 0 for never.
         exchange_dtype: Dtype in which momentum and updates travel.
         split_qkv: Whether fused projections are split.
         split_heads: Whether heads are split.
@@ -32,6 +34,8 @@ class Chosen:
     distributed: bool
     param_layout: bool
     tp_mode: str
+    clip: str
+    clip_grad: float
     exchange_dtype: str
     split_qkv: bool
     split_heads: bool
@@ -91,6 +95,12 @@ _LAYOUTS = (
 )
 
 PAIRS: tuple[Pair, ...] = (
+    Pair(
+        Choice("--muon-clip scalar-only", lambda c: c.clip == "scalar-only"),
+        Choice("with --clip-grad 0", lambda c: not c.clip_grad > 0),
+        "nothing is clipped",
+        "Drop one of the two flags.",
+    ),
     Pair(
         Choice("--muon-split-heads", lambda c: c.split_heads),
         Choice("with --muon-no-split-qkv", lambda c: not c.split_qkv),

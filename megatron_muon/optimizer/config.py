@@ -18,10 +18,13 @@ TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
 TP_MODES: tuple[str, ...] = get_args(TPMode)
 LAYOUTS = ("owner", "flat")
 EXCHANGE_DTYPES = ("fp32", "bf16")
+MOMENTUM_DTYPES = ("fp32", "bf16")
+CLIPS = ("global", "scalar-only")
 MATMUL_PRECISIONS = ("medium", "high", "highest")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 SCALAR_OPTIMIZERS = ("adam", "lion")
 
+DEFAULT_MAX_SKIPPED_STEPS = 10
 DEFAULT_GATHER_BUDGET_MIB = DEFAULT_BUDGET_NBYTES // 2**20
 MIN_GATHER_BUDGET_MIB = 4 / 1024
 """A page: below it even the smallest matrices would travel one by one."""
@@ -48,6 +51,47 @@ FLAGS: dict[str, dict[str, Any]] = {
         help="Dtype in which momentum and updates travel between ranks: fp32 (the default), or "
         "bf16, which rounds them and halves the bytes; the result is then no longer bit-equal to "
         "that of one process.",
+    ),
+    "--muon-momentum-dtype": dict(
+        choices=MOMENTUM_DTYPES,
+        default=None,
+        help="Dtype in which momentum is kept: fp32 (the default), or bf16, which takes half the "
+        "memory and rounds it after each step.",
+    ),
+    "--muon-match-adamw-rms": dict(
+        type=float,
+        default=None,
+        metavar="RMS",
+        help="Give every update the root mean square RMS times the learning rate, whatever the "
+        "shape; 0.2 matches AdamW's, so that its learning rate and decay can be kept. In the place "
+        "of --muon-scale-mode and --muon-extra-scale-factor.",
+    ),
+    "--muon-clip": dict(
+        choices=CLIPS,
+        default=None,
+        help="What --clip-grad scales down: all gradients (global, the default), or only those of "
+        "the scalar optimizer (scalar-only). The norm is that of all gradients in both.",
+    ),
+    "--muon-scalar-lr": dict(
+        type=float,
+        default=None,
+        metavar="LR",
+        help="Learning rate of the scalar optimizer where no override gives one (default: --lr).",
+    ),
+    "--muon-scalar-min-lr": dict(
+        type=float,
+        default=None,
+        metavar="LR",
+        help="Learning rate that the scalar optimizer decays to where no override gives one "
+        "(default: --min-lr).",
+    ),
+    "--muon-max-skipped-steps": dict(
+        type=int,
+        default=None,
+        metavar="N",
+        help="Steps in a row that may be skipped because a gradient has inf or NaN and no lower "
+        "loss scale can mend it; the next one ends training. 0 ends it at the first (default "
+        f"{DEFAULT_MAX_SKIPPED_STEPS}).",
     ),
     "--muon-split-gated-fc1": dict(
         action="store_true",
@@ -107,6 +151,24 @@ class MuonConfig(OptimizerConfig):
     muon_exchange_dtype: str | None = None
     """Dtype in which momentum and updates travel, fp32 or bf16; None is fp32."""
 
+    muon_momentum_dtype: str | None = None
+    """Dtype in which momentum is kept, fp32 or bf16; None is fp32."""
+
+    muon_match_adamw_rms: float | None = None
+    """Root mean square of every update over the learning rate; None scales by the other fields."""
+
+    muon_clip: str | None = None
+    """What ``clip_grad`` scales down, global or scalar-only; None is global."""
+
+    muon_scalar_lr: float | None = None
+    """Learning rate of the scalar optimizer, None for ``lr``."""
+
+    muon_scalar_min_lr: float | None = None
+    """Learning rate that the scalar optimizer decays to, None for ``min_lr``."""
+
+    muon_max_skipped_steps: int | None = None
+    """Steps with non-finite gradients in a row before training ends; None is 10."""
+
     muon_split_gated_fc1: bool = False
     """Whether gate and up of a gated unit's first layer are orthogonalized apart."""
 
@@ -139,6 +201,11 @@ class MuonSettings:
         coefficient_type: Name of the coefficient set, as in emerging-optimizers.
         scale_mode: Rule for the update's size from a block's shape.
         extra_scale_factor: Factor on top of it.
+        momentum_dtype: Dtype in which momentum is kept, ``fp32`` or ``bf16``.
+        clip: What is clipped, ``global`` or ``scalar-only``.
+        scalar_lr: Learning rate of the scalar optimizer, ``None`` for that of Megatron.
+        scalar_min_lr: Learning rate that it decays to, ``None`` for that of Megatron.
+        max_skipped_steps: Steps with non-finite gradients in a row before training ends.
         matmul_precision: ``torch.set_float32_matmul_precision`` inside Newton-Schulz; medium
             multiplies in bf16.
         split_qkv: Orthogonalize q, k and v of a fused projection apart.
@@ -163,6 +230,11 @@ class MuonSettings:
     coefficient_type: str
     scale_mode: str
     extra_scale_factor: float
+    momentum_dtype: str
+    clip: str
+    scalar_lr: float | None
+    scalar_min_lr: float | None
+    max_skipped_steps: int
     matmul_precision: str
     split_qkv: bool
     split_gated_fc1: bool
@@ -231,6 +303,11 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
             f"--muon-extra-scale-factor is {config.muon_extra_scale_factor}: expected a finite "
             "number above 0."
         )
+    momentum_dtype = getattr(config, "muon_momentum_dtype", None) or "fp32"
+    _one_of("--muon-momentum-dtype", momentum_dtype, MOMENTUM_DTYPES)
+    clip = getattr(config, "muon_clip", None) or "global"
+    _one_of("--muon-clip", clip, CLIPS)
+    scale_mode, extra_scale_factor = _scale(config)
     if getattr(config, "muon_report", None) == "":
         raise ConfigurationError("--muon-report is empty: give the name of a file, or drop it.")
     exchange_dtype = getattr(config, "muon_exchange_dtype", None) or "fp32"
@@ -248,6 +325,8 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
             distributed=distributed,
             param_layout=getattr(config, "use_layer_wise_param_layout", True),
             tp_mode=tp_mode,
+            clip=clip,
+            clip_grad=config.clip_grad,
             exchange_dtype=exchange_dtype,
             split_qkv=splits.qkv,
             split_heads=splits.heads,
@@ -261,8 +340,13 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         nesterov=config.muon_nesterov,
         num_ns_steps=config.muon_num_ns_steps,
         coefficient_type=config.muon_coefficient_type,
-        scale_mode=config.muon_scale_mode,
-        extra_scale_factor=config.muon_extra_scale_factor,
+        scale_mode=scale_mode,
+        extra_scale_factor=extra_scale_factor,
+        momentum_dtype=momentum_dtype,
+        clip=clip,
+        scalar_lr=_rate("--muon-scalar-lr", config),
+        scalar_min_lr=_rate("--muon-scalar-min-lr", config),
+        max_skipped_steps=_max_skipped_steps(config),
         matmul_precision=config.muon_fp32_matmul_prec,
         split_qkv=splits.qkv,
         split_gated_fc1=splits.gated_fc1,
@@ -277,6 +361,45 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         include=tuple(getattr(config, "muon_include", None) or ()),
         report=getattr(config, "muon_report", None),
     )
+
+
+def _scale(config: OptimizerConfig) -> tuple[str, float]:
+    """Return the scale mode and the factor on top of it.
+
+    A block of m x n that is orthogonal has a root mean square of ``max(m, n) ** -0.5``, and the
+    spectral mode scales by ``max(m, n) ** 0.5`` (Moonlight, arXiv:2502.16982, section 2.2).
+    """
+    rms = getattr(config, "muon_match_adamw_rms", None)
+    if rms is None:
+        return config.muon_scale_mode, config.muon_extra_scale_factor
+    if not 0 < rms < math.inf:
+        raise ConfigurationError(
+            f"--muon-match-adamw-rms is {rms}: expected a finite number above 0, such as 0.2."
+        )
+    if config.muon_scale_mode != "spectral" or config.muon_extra_scale_factor != 1.0:
+        raise ConfigurationError(
+            "--muon-match-adamw-rms sets the size of updates by itself: drop it, or drop "
+            "--muon-scale-mode and --muon-extra-scale-factor."
+        )
+    return "spectral", rms
+
+
+def _rate(flag: str, config: OptimizerConfig) -> float | None:
+    rate: float | None = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
+    if rate is not None and not 0 <= rate < math.inf:
+        raise ConfigurationError(f"{flag} is {rate}: expected a finite number of 0 or more.")
+    return rate
+
+
+def _max_skipped_steps(config: OptimizerConfig) -> int:
+    limit: object = getattr(config, "muon_max_skipped_steps", None)
+    if limit is None:
+        return DEFAULT_MAX_SKIPPED_STEPS
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ConfigurationError(
+            f"--muon-max-skipped-steps is {limit!r}: expected an integer of 0 or more."
+        )
+    return limit
 
 
 def _gather_budget_nbytes(config: OptimizerConfig) -> int:

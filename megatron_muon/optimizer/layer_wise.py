@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -17,6 +21,7 @@ from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by, held_by_slices
 from megatron_muon.errors import PlanError, UnsupportedError
+from megatron_muon.optimizer.grad_scaler import make_grad_scaler
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_layout import (
     MuonParamLayout,
@@ -114,12 +119,19 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         chunks: list[Any],
     ) -> None:
         """Let Megatron narrow the optimizers to what this rank owns, and wrap them."""
-        if not config.bf16 and not config.fp16:
-            # Megatron wraps the children for bf16 only; a raw child dies at its first step.
-            optimizers = [FP32Optimizer(o, config, fn)
-                          for o, fn in zip(optimizers, init_fns or len(optimizers) * (None,),
-                                           strict=True)]  # fmt: skip
         super().__init__(optimizers, config, pg_collection, init_fns, chunks)
+        if not config.bf16:
+            # Megatron wraps the children for bf16 only; a raw child dies at its first step.
+            ChainedOptimizer.__init__(
+                self,
+                [
+                    wrap_whole(optimizer, config, init_fn)
+                    for optimizer, init_fn in zip(
+                        optimizers, init_fns or len(optimizers) * (None,), strict=True
+                    )
+                ],
+            )
+            self.model_chunks = chunks
         # DDP's hooks gather the parameters, so DDP's config decides and not the optimizer's.
         self.overlap_param_gather = _overlaps_param_gather(chunks)
         if self.overlap_param_gather and not self.use_buffer_param_sync:
@@ -153,7 +165,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
                 child = DistributedOptimizer(
                     part,
                     config,
-                    None,
+                    make_grad_scaler(config),
                     init_fn,
                     model_chunks=chunks,
                     per_model_buffers=buffers_of(chunks, is_expert, of_matrices=True),
@@ -172,7 +184,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
                 # This optimizer gathers the matrices' buckets, once, when all children are done.
                 child._defer_param_sync = True
                 children.append(child)
-        super(LayerWiseDistributedOptimizer, self).__init__(children)
+        ChainedOptimizer.__init__(self, children)
         self.model_chunks = chunks
         self.use_buffer_param_sync = True
         self.overlap_param_gather = _overlaps_param_gather(chunks)
@@ -322,6 +334,23 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             for owner, params in enumerate(lists or []):
                 owners.update(dict.fromkeys(params, owner))
         return owners
+
+
+def wrap_whole(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, init_fn: Callable[..., None] | None
+) -> Any:
+    """Put Megatron's wrapper around a torch optimizer that steps whole parameters.
+
+    Args:
+        optimizer: Over the parameters this rank steps.
+        config: Megatron's optimizer config.
+        init_fn: Makes its state.
+    """
+    if config.fp16 or config.bf16:
+        return Float16OptimizerWithFloat16Params(
+            optimizer, config, make_grad_scaler(config), init_fn
+        )
+    return FP32Optimizer(optimizer, config, init_fn)
 
 
 def masters_of(child: Any) -> dict[torch.nn.Parameter, torch.Tensor]:

@@ -19,8 +19,8 @@ from megatron_muon.optimizer.station import EngineSettings, Station
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import MOMENTUM, advance_momentum, apply_update
 
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What ``--muon-exchange-dtype`` stands for."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What ``--muon-exchange-dtype`` and ``--muon-momentum-dtype`` stand for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,7 @@ class OwnedMuon(torch.optim.Optimizer):
             dict(lr=settings.lr, weight_decay=settings.weight_decay, momentum=settings.momentum),
         )
         self.settings = settings
+        self.momentum_dtype = _DTYPES[settings.momentum_dtype]
         self.account = StepAccount()
         self.arena = Arena()
         self.engines: list[Engine] = []
@@ -113,7 +114,7 @@ class OwnedMuon(torch.optim.Optimizer):
             ),
             mode=self.settings.tp_mode,
             budget_nbytes=self.settings.gather_budget_nbytes,
-            exchange_dtype=_WIRE_DTYPES[self.settings.exchange_dtype],
+            exchange_dtype=_DTYPES[self.settings.exchange_dtype],
         )
         self.engines = [
             Engine(
@@ -130,11 +131,11 @@ class OwnedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Make the momentum of every parameter that has none, zero, in the master's dtype."""
+        """Make the momentum of every parameter that has none, zero."""
         for group in self.param_groups:
             for param in group["params"]:
                 if MOMENTUM not in self.state[param]:
-                    self.state[param][MOMENTUM] = torch.zeros_like(param)
+                    self.state[param][MOMENTUM] = torch.zeros_like(param, dtype=self.momentum_dtype)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -157,10 +158,14 @@ class OwnedMuon(torch.optim.Optimizer):
 
         def read(planned: PlannedMatrix) -> torch.Tensor:
             item = work[planned.matrix.name]
+            kept = self.state[item.param][MOMENTUM].view(-1)
+            momentum = kept.to(torch.float32)
             ahead = advance_momentum(
-                self.state[item.param][MOMENTUM].view(-1), item.grad(), item.group["momentum"],
-                self.settings.nesterov,
-            )  # fmt: skip
+                momentum, item.grad(), item.group["momentum"], self.settings.nesterov
+            )
+            if momentum is not kept:
+                kept.copy_(momentum)
+                return ahead
             return ahead if self.settings.nesterov else ahead.clone()
 
         def apply(planned: PlannedMatrix, update: torch.Tensor) -> None:
@@ -196,6 +201,9 @@ class OwnedMuon(torch.optim.Optimizer):
                         f"{tuple(param.shape)}. It is of another model or number of ranks."
                     )
         super().load_state_dict(state_dict)
+        for state in self.state.values():
+            # torch casts what it loads to the dtype of the parameter.
+            state[MOMENTUM] = state[MOMENTUM].to(self.momentum_dtype)
 
     def close(self) -> None:
         """Give up all scratch. May be called twice; a later step takes new scratch."""

@@ -41,6 +41,7 @@ def inject(case: Case, chunks: Sequence[Any], step: int) -> None:
     from megatron.core import parallel_state as state
 
     replica = this_replica()
+    loss_scale = case.loss_scales[step] if case.loss_scales else 1.0
     wholes = gradients(case, replica, step)
     # Megatron divides by the data-parallel size also where fewer ranks have a copy of an expert:
     # each of these sees the tokens of several.
@@ -57,7 +58,8 @@ def inject(case: Case, chunks: Sequence[Any], step: int) -> None:
                     rank = expert_tp_rank if is_expert(name) else tp_rank
                     scale = of_experts if is_expert(name) else 1.0
                     trained.append(param.view_as(param))
-                    grads.append((scale * shard(case, name, part, rank)).to(param.dtype))
+                    grad = (scale * shard(case, name, part, rank)).to(param.dtype)
+                    grads.append(grad * loss_scale)
             with contextlib.nullcontext() if is_last else chunk.no_sync():
                 torch.autograd.backward(trained, grads)
     for chunk in chunks:

@@ -78,7 +78,8 @@ def transformer_config(case: Case) -> Any:
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",
         bf16=case.bf16,
-        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        fp16=case.fp16,
+        params_dtype=case.dtype,
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -115,7 +116,7 @@ def build_model(case: Case) -> list[torch.nn.Module]:
             share_embeddings_and_output_weights=False,
             vp_stage=stage if case.vpp else None,
         )
-        chunks.append(Float16Module(config, chunk) if case.bf16 else chunk)
+        chunks.append(Float16Module(config, chunk) if case.bf16 or case.fp16 else chunk)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
     shapes = logical_shapes(case)
@@ -194,7 +195,9 @@ def optimizer_config(case: Case) -> Any:
         min_lr=case.lr,
         weight_decay=case.weight_decay,
         bf16=case.bf16,
-        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        fp16=case.fp16,
+        loss_scale=case.loss_scales[0] if case.loss_scales else None,
+        params_dtype=case.dtype,
         use_layer_wise_distributed_optimizer=case.wrap != "replicated",
         overlap_param_gather=case.overlap_param,
         clip_grad=case.clip,

@@ -26,6 +26,10 @@ class Case:
         experts: Experts a layer, 0 for a dense model.
         bias: Whether linear layers have biases; Megatron cannot cut those of experts.
         bf16: Whether the model is in bf16.
+        fp16: Whether the model is in fp16.
+        loss_scales: Loss scale of each step, constant within it; empty for Megatron's own choice.
+        grad_factor: Power of two on all gradients, so that they stay normal fp16 numbers at
+            several loss scales.
         wrap: The way to DDP: ``training`` (``wrap_model_chunks_with_ddp``), ``builder``
             (``dist_utils._ddp_wrap``), ``legacy`` (layer-wise without a layout) or ``replicated``
             (no distributed optimizer at all).
@@ -64,6 +68,9 @@ class Case:
     experts: int = 0
     bias: bool = True
     bf16: bool = False
+    fp16: bool = False
+    loss_scales: tuple[float, ...] = ()
+    grad_factor: float = 1.0
     wrap: str = "training"
     layout: str = "owner"
     budget_nbytes: int = 64 * 2**20
@@ -96,6 +103,11 @@ class Case:
     counted: bool = False
     mutant: str | None = None
     report: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
     @property
     def grid(self) -> tuple[int, int, int | None, int, int]:

@@ -84,6 +84,8 @@ def train(case: Case) -> Outcome:
         if case.backward:
             forward_and_backward(case, chunks[0], optimizer)
         else:
+            if case.loss_scales:
+                optimizer.grad_scaler._scale.fill_(case.loss_scales[step])
             if case.overlap_param and case.pp == 1:
                 forward(chunks[0])
             inject(case, chunks, step)

@@ -211,7 +211,7 @@ def micro_batch(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
 
 def gradients(case: Case, replica: Replica, step: int) -> dict[str, torch.Tensor]:
     """Whole gradients of one rank's copy, by name."""
-    size = 0.0 if case.zero_grads else 1.0
+    size = 0.0 if case.zero_grads else case.grad_factor
     return {
         name: size * gradient(
             name, shape, step,

@@ -1,0 +1,311 @@
+"""The outermost optimizer: one loss scale, one decision a step, one norm over all children."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    GRAD_NORM_GROUP_ATTR,
+    ChainedOptimizer,
+    FP32Optimizer,
+)
+from megatron.core.tensor_parallel import (
+    param_is_not_gtp_duplicate,
+    param_is_not_tensor_parallel_duplicate,
+)
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_muon.errors import NonFiniteGradientError, UnsupportedError
+from megatron_muon.optimizer.config import MuonSettings
+from megatron_muon.optimizer.grad_scaler import SharedGradScaler, can_fall, make_grad_scaler
+from megatron_muon.optimizer.grad_statistics import (
+    GradStatistics,
+    Member,
+    StatisticsGroup,
+    clip,
+    first_non_finite,
+    measure,
+    squares,
+)
+from megatron_muon.optimizer.layer_wise import masters_of
+from megatron_muon.optimizer.muon import OwnedMuon
+
+logger = logging.getLogger(__name__)
+
+
+class MuonChain(ChainedOptimizer):
+    """Muon over the matrices and scalar optimizers over all else, stepped as one.
+
+    A step, in every precision:
+
+    1. Every child copies its gradients to fp32 main gradients; all are divided by the loss scale.
+    2. One reduction over all ranks that step a part of the model gives the norm, the zeros and
+       whether all gradients are finite.
+    3. The scaler is updated, once. If a gradient is not finite, no child steps, on any rank.
+    4. Gradients are clipped, and every child steps.
+
+    Attributes:
+        grad_scaler: The only loss scaler; ``None`` without a loss scale.
+        num_skipped: Steps skipped because a gradient was not finite.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Any],
+        names: Mapping[torch.nn.Parameter, str],
+        groups: Any,
+        settings: MuonSettings,
+        device: torch.device,
+    ) -> None:
+        """Take charge of the children.
+
+        Args:
+            children: Megatron's optimizers, the same on every rank.
+            names: Name of each trained parameter of this rank, in the model's order.
+            groups: Process groups of the model.
+            settings: The resolved settings.
+            device: Where the parameters are.
+        """
+        super().__init__(list(children))
+        self.settings, self._groups = settings, groups
+        self.leaves = list(_leaves(self.chained_optimizers))
+        self.grad_scaler = make_grad_scaler(self.config)
+        self._no_scale = torch.ones(1, dtype=torch.float32, device=device)
+        if self.grad_scaler is not None:
+            for leaf in self.leaves:
+                if hasattr(leaf, "grad_scaler"):
+                    leaf.grad_scaler = SharedGradScaler(self.grad_scaler)
+        self.statistics_group = StatisticsGroup(_spanning(groups), device)
+        self._is_replicated = not any(
+            isinstance(child, LayerWiseDistributedOptimizer | DistributedOptimizer)
+            for child in self.chained_optimizers
+        )
+        order = {param: (place, name) for place, (param, name) in enumerate(names.items())}
+        self.members = [
+            Member(
+                name=order[param][1],
+                order=order[param][0],
+                master=master,
+                norm_group=getattr(param, GRAD_NORM_GROUP_ATTR, None),
+                is_counted=self._is_counted(param),
+                is_matrix=isinstance(leaf.optimizer, OwnedMuon),
+            )
+            for leaf in self.leaves
+            for param, master in masters_of(leaf).items()
+        ]
+        self.num_skipped = 0
+        self._num_in_a_row = 0
+        self._statistics: GradStatistics | None = None
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """Return the factor on the loss, fp32 of shape (1,)."""
+        return self._no_scale if self.grad_scaler is None else self.grad_scaler.scale
+
+    def get_grad_stats_parallel_group(self) -> Any:
+        """Return the process group that spans all ranks, for one that measures by itself."""
+        return self.chained_optimizers[0].get_grad_stats_parallel_group()
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Unscale all gradients in fp32, measure them, and update the loss scale; collective.
+
+        Returns:
+            Whether a gradient is not finite, on any rank.
+        """
+        with self._timer("optimizer-copy-to-main-grad"):
+            for leaf in self.leaves:
+                _copy_grads(leaf)
+        with self._timer("optimizer-unscale-and-check-inf"):
+            grads = [member.grad for member in self.members if member.grad is not None]
+            if self.grad_scaler is not None and grads:
+                torch._foreach_mul_(grads, self.grad_scaler.inv_scale.view(()))
+            statistics = self._measure(self.config.log_num_zeros_in_grad)
+        self._statistics = statistics
+        may_be_the_scale = can_fall(self.grad_scaler)
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(not statistics.is_finite)
+        if not statistics.is_finite:
+            self.num_skipped += 1
+            if not may_be_the_scale:
+                self._tell_skip()
+        elif self._num_in_a_row:
+            self._num_in_a_row = 0
+        return not statistics.is_finite
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Step all children, or none on any rank; collective.
+
+        Returns:
+            Whether the step was made, and the norm and the zeros of the raw gradients, ``None``
+            where a gradient is not finite.
+
+        Raises:
+            NonFiniteGradientError: Gradients were not finite in too many steps in a row, and no
+                loss scale can mend it. Nothing was changed by any of these steps.
+        """
+        self.grad_norms_by_group: dict[str, float] = {}
+        if self.prepare_grads():
+            return False, None, None
+        assert self._statistics is not None
+        norms, num_zeros = self._statistics.norms, self._statistics.num_zeros
+        self.grad_norms_by_group = {group: norm for group, norm in norms.items() if group}
+        with self._timer("optimizer-clip-main-grad"):
+            if self.config.clip_grad > 0.0:
+                clip(self._clipped(), self.config.clip_grad, norms)
+        norm = norms[None]
+        threshold = self.config.grad_norm_skip_threshold
+        if math.isfinite(threshold) and norm > threshold:
+            if self.statistics_group.is_first:
+                logger.warning("step skipped: the gradient norm %g is above %g.", norm, threshold)
+            return False, norm, num_zeros
+        return self.step_with_ready_grads(), norm, num_zeros
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Return the norm of all main gradients as they are now; collective."""
+        return self._measure(count_zeros=False).norms[None]
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Return the zeros among all main gradients as they are now; collective."""
+        num_zeros = self._measure(count_zeros=True).num_zeros
+        assert num_zeros is not None
+        return num_zeros
+
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """Return the 2-norm of all parameters, from fp32 masters where they are trained.
+
+        Each parameter counts once, as in one process; collective.
+        """
+        sums = squares([member.master for member in self.members if member.is_counted])
+        sums += squares(
+            [
+                param.detach().float()
+                for chunk in self.model_chunks
+                for param in chunk.parameters()
+                if not param.requires_grad
+                and self._is_counted(param)
+                and self._is_first_copy(param)
+            ]
+        )
+        total = torch.stack(sums).sum() if sums else 0.0
+        return math.sqrt(self.statistics_group.sum([total])[0])
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Save as a file of one rank, Megatron's ``torch`` format without a parameter layout."""
+        self._only_layer_wise().save_state_dict_to_file(filename)
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Load what :meth:`save_state_dict_to_file` wrote."""
+        self._only_layer_wise().load_state_dict_from_file(filename)
+
+    def _only_layer_wise(self) -> Any:
+        if len(self.chained_optimizers) == 1:
+            return self.chained_optimizers[0]
+        raise UnsupportedError(
+            "--ckpt-format torch does not work with --optimizer muon and a parameter layout: use "
+            "--ckpt-format torch_dist."
+        )
+
+    def _measure(self, count_zeros: bool) -> GradStatistics:
+        return measure(self.members, self.statistics_group, count_zeros)
+
+    def _clipped(self) -> list[Member]:
+        """Return what clipping scales."""
+        if self.settings.clip == "global":
+            return self.members
+        return [member for member in self.members if not member.is_matrix]
+
+    def _tell_skip(self) -> None:
+        """Say which gradient made this step a skipped one, and give up after too many; collective.
+
+        Raises:
+            NonFiniteGradientError: There were too many.
+        """
+        self._num_in_a_row += 1
+        stage = 0 if getattr(self._groups, "pp", None) is None else self._groups.pp.rank()
+        name, number = first_non_finite(self.members, stage, self.statistics_group)
+        others = f" and of {number - 1} more" * (number > 1)
+        limit = self.settings.max_skipped_steps
+        if self._num_in_a_row > limit:
+            raise NonFiniteGradientError(
+                f"The gradient of {name}{others} has inf or NaN"
+                + (f", the {self._num_in_a_row}. step in a row" if limit else "")
+                + ". Weights and optimizer are as they were before. Look for the cause in the data "
+                f"and the loss, lower the learning rate, or raise --muon-max-skipped-steps "
+                f"({limit})."
+            )
+        if self.statistics_group.is_first:
+            logger.warning(
+                "step skipped: the gradient of %s%s has inf or NaN (%d in a row, of %d allowed; "
+                "%d in all)",
+                name, others, self._num_in_a_row, limit, self.num_skipped,
+            )  # fmt: skip
+
+    def _is_counted(self, param: torch.nn.Parameter) -> bool:
+        """Whether what this rank has of a parameter counts here and is no copy."""
+        return bool(
+            param_is_not_shared(param)
+            and param_is_not_gtp_duplicate(param)
+            and param_is_not_tensor_parallel_duplicate(
+                param,
+                tp_group=self._groups.tp,
+                expert_tp_group=getattr(self._groups, "expt_tp", None),
+            )
+            and (not self._is_replicated or self._is_first_copy(param))
+        )
+
+    def _is_first_copy(self, param: torch.nn.Parameter) -> bool:
+        """Whether this is the first of the data-parallel ranks that have a parameter."""
+        is_dense = getattr(param, "allreduce", True)
+        group = self._groups.dp_cp if is_dense else self._groups.expt_dp
+        return group is None or group.rank() == 0
+
+    @contextmanager
+    def _timer(self, name: str) -> Iterator[None]:
+        """Time a part of the step with Megatron's timer of that name, if it has timers."""
+        timers = self.config.timers
+        if timers is not None:
+            timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        yield
+        if timers is not None:
+            timers(name).stop()
+
+
+def _leaves(children: Sequence[Any]) -> Iterator[Any]:
+    """Yield the optimizers that hold masters."""
+    for child in children:
+        if hasattr(child, "chained_optimizers"):
+            yield from _leaves(child.chained_optimizers)
+        elif not child.is_stub_optimizer:
+            yield child
+
+
+def _copy_grads(leaf: Any) -> None:
+    """Make the fp32 main gradients; a child's own way reduces and decides, which the chain does."""
+    if isinstance(leaf, FP32Optimizer):
+        leaf.prepare_grads()
+    else:
+        leaf._copy_model_grads_to_main_grads()
+
+
+def _spanning(groups: Any) -> list[dist.ProcessGroup]:
+    """Return process groups that together span all ranks of the model."""
+    model_parallel = getattr(groups, "mp", None)
+    model = [model_parallel] if model_parallel is not None else [groups.tp, groups.pp]
+    parts = [group for group in (*model, groups.dp_cp) if group is not None]
+    whole = getattr(groups, "intra_dist_opt", None)
+    if whole is not None and whole.size() == math.prod(group.size() for group in parts):
+        return [whole]
+    # Several optimizer instances, or groups made by hand.
+    return parts

@@ -1,0 +1,183 @@
+"""Norm, zeros and non-finite numbers of all gradients of a job, in one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
+
+NORM_GROUPS: tuple[str | None, ...] = (None, *SEPARATE_GRAD_NORM_GROUPS)
+"""Groups of gradients that have a norm of their own in Megatron; ``None`` is the main one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One fp32 master, or piece of one, that this rank steps.
+
+    Attributes:
+        name: Name of the model parameter.
+        order: Its place in the model.
+        master: The master; its ``grad`` is the fp32 main gradient.
+        norm_group: One of :data:`NORM_GROUPS`.
+        is_counted: Whether its elements count here; those of a copy count on another rank.
+        is_matrix: Whether Muon steps it.
+    """
+
+    name: str
+    order: int
+    master: torch.Tensor
+    norm_group: str | None
+    is_counted: bool
+    is_matrix: bool
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The main gradient, ``None`` if there is none."""
+        return self.master.grad
+
+
+@dataclass(frozen=True, slots=True)
+class GradStatistics:
+    """What is known of one step's unscaled gradients; the same on all ranks.
+
+    Attributes:
+        is_finite: Whether every gradient is finite, also those that are not counted.
+        norms: 2-norm of each group that has parameters, and of the main one.
+        num_zeros: Zeros, ``None`` if they were not asked for.
+    """
+
+    is_finite: bool
+    norms: Mapping[str | None, float]
+    num_zeros: int | None
+
+
+class StatisticsGroup:
+    """All ranks that step a part of a model, each part counted on one rank.
+
+    Attributes:
+        stages: Process groups that span them: one, or the model-parallel and then the
+            data-parallel one, whose product they are.
+    """
+
+    def __init__(self, stages: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        """Name the groups and where reductions run."""
+        self.stages = [group for group in stages if group.size() > 1]
+        self._device = device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank."""
+        return all(group.rank() == 0 for group in self.stages)
+
+    def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+        """Sum numbers over all ranks, in fp64; collective."""
+        tensors = [torch.as_tensor(value, dtype=torch.float64).to(self._device).view(())
+                   for value in values]  # fmt: skip
+        total = torch.stack(tensors)
+        for group in self.stages:
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        return [float(value) for value in total.tolist()]
+
+    def gather[T](self, value: T) -> list[T]:
+        """Return the value of every rank; collective."""
+        values = [value]
+        for group in self.stages:
+            parts: list[list[T] | None] = [None] * group.size()
+            dist.all_gather_object(parts, values, group=group)
+            values = [item for part in parts if part is not None for item in part]
+        return values
+
+
+def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sum of squares of each tensor, in fp64.
+
+    In fp64 no square of an fp32 number overflows or underflows, so it is not finite only where an
+    element is not, and the order of summation shows in the last bits of fp64 only.
+    """
+    if not tensors:
+        return []
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return list(torch._foreach_mul(norms, norms))
+
+
+def measure(members: Sequence[Member], group: StatisticsGroup, count_zeros: bool) -> GradStatistics:
+    """Measure the unscaled main gradients of all ranks in one reduction; collective.
+
+    Args:
+        members: What this rank steps.
+        group: All ranks.
+        count_zeros: Whether to count zeros.
+    """
+    present = [(member, member.grad) for member in members if member.grad is not None]
+    sums = squares([grad for _, grad in present])
+    zero = torch.zeros((), dtype=torch.float64)
+    num_bad: float | torch.Tensor = 0.0
+    if sums:
+        num_bad = torch.stack(sums).isfinite().logical_not().sum()
+    values: list[float | torch.Tensor] = [num_bad]
+    for norm_group in NORM_GROUPS:
+        counted = [
+            total
+            for (member, _), total in zip(present, sums, strict=True)
+            if member.norm_group == norm_group and member.is_counted
+        ]
+        values += [torch.stack(counted).sum() if counted else zero,
+                   float(any(member.norm_group == norm_group for member in members))]  # fmt: skip
+    if count_zeros:
+        zeros = [grad.numel() - torch.count_nonzero(grad)
+                 for member, grad in present if member.is_counted]  # fmt: skip
+        values.append(torch.stack(zeros).sum() if zeros else zero)
+    total_bad, *rest = group.sum(values)
+    norms = {
+        norm_group: math.sqrt(rest[2 * i]) if math.isfinite(rest[2 * i]) else math.inf
+        for i, norm_group in enumerate(NORM_GROUPS)
+        if norm_group is None or rest[2 * i + 1]
+    }
+    return GradStatistics(total_bad == 0, norms, int(rest[-1]) if count_zeros else None)
+
+
+def first_non_finite(
+    members: Sequence[Member], stage: int, group: StatisticsGroup
+) -> tuple[str, int]:
+    """Return the first parameter, in the model's order, whose gradient is not finite; collective.
+
+    Args:
+        members: What this rank steps.
+        stage: Its pipeline stage.
+        group: All ranks.
+
+    Returns:
+        Its name and how many parameters have such gradients.
+    """
+    own = [
+        (stage, member.order, member.name)
+        for member in members
+        if member.grad is not None and not bool(member.grad.isfinite().all())
+    ]
+    found = {place for places in group.gather(own) for place in places}
+    return (min(found)[2] if found else "none of them now"), len({name for _, _, name in found})
+
+
+def clip(members: Sequence[Member], max_norm: float, norms: Mapping[str | None, float]) -> None:
+    """Scale the main gradients of members whose group's norm is above ``max_norm``, in place.
+
+    The factor is ``max_norm / (norm + 1e-6)``, Megatron's (0.19.2, optimizer/clip_grads.py:180).
+
+    Args:
+        members: What is scaled.
+        max_norm: Largest norm that is left as it is.
+        norms: Norm of each group.
+    """
+    for norm_group, norm in norms.items():
+        factor = max_norm / (norm + 1.0e-6)
+        grads = [
+            member.grad
+            for member in members
+            if member.norm_group == norm_group and member.grad is not None
+        ]
+        if factor < 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
