@@ -308,7 +308,6 @@ def _factory_seams() -> list[Seam]:
             why="--log-params-norm mixes masters with rounded and, with overlap, old weights",
             needed_by="training/training.py:training_log",
             expected=Expected(("model",), at_least=True),
-            copied=True,
         ),
         Seam(
             module=_TRAINING,

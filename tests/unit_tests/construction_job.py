@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_muon.testing.law.build import (
     build_model,
     find_muons,
+    leaves,
     optimizer_config,
     parallel_state,
     parameters,
@@ -249,8 +250,23 @@ def no_tags_without_a_layout() -> str:
     return str(tagged)
 
 
-def fp16() -> None:
-    build(DP2, bf16=False, fp16=True)
+def fp16() -> str:
+    """The children read the scale of the one scaler, and cannot change it."""
+    case = replace(DP2, fp16=True)
+    optimizer = build(case, wrap(case, build_model(case)), initial_loss_scale=65536.0, hysteresis=1)
+    scales = []
+    for leaf in leaves(optimizer):
+        leaf.grad_scaler.update(True)
+        scales.append(float(leaf.get_loss_scale()))
+    return f"{float(optimizer.get_loss_scale())} {scales}"
+
+
+def precision_aware() -> None:
+    build(DP2, use_precision_aware_optimizer=True, use_distributed_optimizer=True)
+
+
+def gather_with_the_step() -> None:
+    build(DP2, overlap_param_gather_with_optimizer_step=True)
 
 
 def cpu_offload() -> None:
@@ -334,7 +350,7 @@ SCENARIOS: dict[str, tuple[int, Callable[[], Any]]] = {
             report_on_one_rank, report_in_no_folder, no_matrix, exclude_nothing,
             include_vector, no_tags_without_a_layout, exclude_too_late, exclude_by_flag,
             other_rules_on_the_same_model,
-            fp16, cpu_offload, deprecated_name, overrides_of_the_caller, overlap_of_ddp_decides,
+            fp16, precision_aware, gather_with_the_step, cpu_offload, deprecated_name, overrides_of_the_caller, overlap_of_ddp_decides,
             momentum_is_made_at_once, frozen_matrices,
         )
     },

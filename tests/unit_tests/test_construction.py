@@ -35,7 +35,8 @@ ERRORS = {
     "exclude nothing": ("ConfigurationError", "--muon-exclude '*.linear_fc3.*' matches no paramet"),
     "include vector": ("ConfigurationError", "--muon-include *final_layernorm.weight: decoder.fin"),
     "exclude too late": ("ConfigurationError", "sets param.use_muon before it wraps the model"),
-    "fp16": ("UnsupportedError", "use --bf16"),
+    "precision aware": ("UnsupportedError", "--muon-momentum-dtype bf16"),
+    "gather with the step": ("UnsupportedError", "use --overlap-param-gather alone"),
     "cpu offload": ("UnsupportedError", "--optimizer-cpu-offload"),
     "shards of query groups": ("ConfigurationError", "Use --muon-tp-mode owner or duplicated"),
 }
@@ -49,6 +50,7 @@ RESULTS = {
         + ["output_layer.weight"]
     ),
     "no tags without a layout": "[]",
+    "fp16": "65536.0 [65536.0, 65536.0]",
     "plain config": "owner 0.5 ()",
     "deprecated name": "owner LayerWiseMuonOptimizer",
     "overrides of the caller": "True",
