@@ -7,13 +7,32 @@ it after a change that is meant to move the curve, and say in CHANGELOG.md why i
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron_muon.testing.golden import EXPECTED_MUTANTS, MetricSeries, Mutant, read_case, record
-from megatron_muon.testing.training import GOLDEN_NAME, Grid, golden_folder, train_case
+from megatron_muon.testing.golden import (
+    EXPECTED_MUTANTS,
+    SCALING_MUTANTS,
+    MetricSeries,
+    Mutant,
+    Precision,
+    read_case,
+    record,
+)
+from megatron_muon.testing.training import (
+    GOLDEN_NAME,
+    Grid,
+    golden_folder,
+    precision_of,
+    train_case,
+)
 
-MUTANT_CASE = "gpt_tp2_dp2"
-OTHER_GRIDS = (Grid(1, 1), Grid(2, 1), Grid(1, 2), Grid(1, 3))
+# For each precision the case that is also run at other sizes and broken on purpose, and the sizes.
+BASES: dict[Precision, tuple[str, tuple[Grid, ...]]] = {
+    "bf16": ("gpt_tp2_dp2", (Grid(1, 1), Grid(2, 1), Grid(1, 2), Grid(1, 3))),
+    "fp16": ("gpt_fp16_tp2_dp2", (Grid(1, 1), Grid(4, 1), Grid(1, 3))),
+    "fp32": ("gpt_fp32_tp2_dp2", ()),
+}
 
 
 def main() -> None:
@@ -21,8 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-prefix", required=True, metavar="PREFIX")
     parser.add_argument("--work-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--precision", nargs="+", choices=BASES, default=tuple(BASES))
     options = parser.parse_args()
-    names = sorted(path.parent.name for path in golden_folder().glob("*/model_config.yaml"))
 
     def run(
         label: str, name: str, grid: Grid | None = None, mutant: Mutant | None = None
@@ -33,9 +52,22 @@ def main() -> None:
         print(f"{label}: loss {curve.first:.5f} -> {curve.last:.5f}", flush=True)
         return curve
 
-    cases = {name: run(name, name) for name in names}
-    others = {str(grid): run(str(grid), MUTANT_CASE, grid) for grid in OTHER_GRIDS}
-    mutants = {mutant: run(mutant, MUTANT_CASE, mutant=mutant) for mutant in EXPECTED_MUTANTS}
+    for precision in options.precision:
+        record_precision(precision, run)
+
+
+def record_precision(precision: Precision, run: Callable[..., MetricSeries]) -> None:
+    """Record all cases of one precision, each with all the others as legitimate runs."""
+    base, grids = BASES[precision]
+    folders = sorted(path.parent for path in golden_folder().glob("*/model_config.yaml"))
+    cases = {
+        folder.name: run(folder.name, folder.name)
+        for folder in folders
+        if precision_of(read_case(folder)) == precision
+    }
+    others = {str(grid): run(f"{base}_{grid}", base, grid) for grid in grids}
+    names = EXPECTED_MUTANTS + (SCALING_MUTANTS if precision == "fp16" else ())
+    mutants = {mutant: run(f"{base}_{mutant}", base, mutant=mutant) for mutant in names}
     for name, curve in cases.items():
         rest = {other: c for other, c in cases.items() if other != name}
         provenance = record(
@@ -44,6 +76,7 @@ def main() -> None:
             legitimate={**rest, **others},
             mutants=mutants,
             kind="cross-sharding",
+            precision=precision,
             command=read_case(golden_folder() / name).command_line(),
         )
         evidence = provenance.evidence

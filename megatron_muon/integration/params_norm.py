@@ -32,6 +32,8 @@ def counts_masters(original: Callable[..., float]) -> Callable[..., float]:
         chunks = model if isinstance(model, list) else [model]
         found = _chains.get(chunks[0])
         optimizer = None if found is None else found()
-        return original(model, *args, **kwargs) if optimizer is None else optimizer.params_norm()
+        if optimizer is None:
+            return original(model, *args, **kwargs)
+        return optimizer.params_norm(chunks)
 
     return calc_params_l2_norm

@@ -65,7 +65,9 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
         yield from _muon_problems(args)
     else:
         for flag in FLAGS:
-            if getattr(args, _destination(flag), None) not in (None, False, []):
+            value = getattr(args, _destination(flag), None)
+            # A number of zero is a value that was given, and is equal to False.
+            if value is not None and value is not False and value != []:
                 yield f"{flag} has no effect with --optimizer {args.optimizer}: drop it."
 
 

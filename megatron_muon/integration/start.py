@@ -12,13 +12,14 @@ from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.collectives.agreement import gather, gather_distinct, raise_together
 from megatron_muon.integration.capabilities import capabilities
+from megatron_muon.optimizer.chain import MuonChain
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
 
 
 def announce(
-    optimizer: Any,
+    optimizer: MuonChain,
     routes: Sequence[Route],
     plan: Plan,
     settings: MuonSettings,
@@ -44,7 +45,7 @@ def announce(
     own_load = (sum(flops for flops, _ in loads), sum(numel for _, numel in loads))
     summary = plan_summary(plans, gather(own_load, world))
     if world.rank() == 0:
-        print("\n".join(_lines(rows, plans, summary, settings)), flush=True)
+        print("\n".join(_lines(rows, plans, summary, settings, optimizer)), flush=True)
     if settings.report is not None:
         report = raise_together(
             lambda: Report.open(settings, rows, summary, writes=world.rank() == 0), world
@@ -57,12 +58,13 @@ def _lines(
     plans: Sequence[Plan],
     summary: dict[str, Any],
     settings: MuonSettings,
+    optimizer: MuonChain,
 ) -> Iterator[str]:
     yield "megatron-muon: Muon is on"
     values = settings.to_dict()
     yield "  settings: " + ", ".join(f"{name}={value}" for name, value in values.items())
-    for optimizer, label in (("muon", "Muon"), ("scalar", settings.scalar_optimizer)):
-        members = [row for row in rows if row["optimizer"] == optimizer]
+    for kind, label in (("muon", "Muon"), ("scalar", settings.scalar_optimizer)):
+        members = [row for row in rows if row["optimizer"] == kind]
         numel = sum(math.prod(row["logical_shape"]) for row in members)
         yield f"  {label}: {len(members)} parameters, {numel} elements"
     num_matrices = sum(row["optimizer"] == "muon" for row in rows)
@@ -72,6 +74,7 @@ def _lines(
         f"max/mean {summary['flops_max_over_mean']:.3f}, elements held max/mean "
         f"{summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
     )
+    yield f"  gradients: {_gradients(optimizer, settings)}"
     if settings.tp_mode == "blockwise":
         yield (
             "  WARNING: --muon-tp-mode blockwise orthogonalizes each tensor-parallel shard by "
@@ -87,3 +90,17 @@ def _lines(
     if not num_matrices:
         yield "  WARNING: every matrix is frozen, so Muon steps nothing."
     yield "  " + "; ".join(str(capability) for capability in capabilities())
+
+
+def _gradients(optimizer: MuonChain, settings: MuonSettings) -> str:
+    """Say how gradients are scaled, clipped and checked."""
+    config, scale = optimizer.config, float(optimizer.get_loss_scale())
+    is_dynamic = config.fp16 and not config.loss_scale
+    scaling = "no loss scale"
+    if optimizer.grad_scaler is not None:
+        scaling = f"dynamic loss scale from {scale:g}" if is_dynamic else f"loss scale {scale:g}"
+    clipping = f"clip {config.clip_grad:g} ({settings.clip})" if config.clip_grad else "no clip"
+    limit = settings.max_skipped_steps
+    skipping = f"skips the step, {limit} times in a row at most" if limit else "ends training"
+    cause = "inf or NaN at the lowest scale" if is_dynamic else "inf or NaN"
+    return f"{scaling}; {clipping}; {cause} {skipping}"

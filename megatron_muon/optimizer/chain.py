@@ -88,6 +88,7 @@ class MuonChain(ChainedOptimizer):
             isinstance(child, LayerWiseDistributedOptimizer | DistributedOptimizer)
             for child in self.chained_optimizers
         )
+        self._trained = names.keys()
         order = {param: (place, name) for place, (param, name) in enumerate(names.items())}
         self.members = [
             Member(
@@ -182,22 +183,23 @@ class MuonChain(ChainedOptimizer):
         return num_zeros
 
     @torch.no_grad()
-    def params_norm(self) -> float:
+    def params_norm(self, model_chunks: Sequence[Any]) -> float:
         """Return the 2-norm of all parameters, from fp32 masters where they are trained.
 
         Each parameter counts once, as in one process; collective.
+
+        Args:
+            model_chunks: The model chunks of this rank, which also have what is not trained.
         """
         sums = squares([member.master for member in self.members if member.is_counted])
-        sums += squares(
-            [
-                param.detach().float()
-                for chunk in self.model_chunks
-                for param in chunk.parameters()
-                if not param.requires_grad
-                and self._is_counted(param)
-                and self._is_first_copy(param)
-            ]
-        )
+        for chunk in model_chunks:
+            for param in chunk.parameters():
+                if (
+                    param not in self._trained
+                    and self._is_counted(param)
+                    and self._is_first_copy(param)
+                ):
+                    sums += squares([param.detach().float()])
         total = torch.stack(sums).sum() if sums else 0.0
         return math.sqrt(self.statistics_group.sum([total])[0])
 

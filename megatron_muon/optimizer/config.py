@@ -308,6 +308,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
     clip = getattr(config, "muon_clip", None) or "global"
     _one_of("--muon-clip", clip, CLIPS)
     scale_mode, extra_scale_factor = _scale(config)
+    scalar_lr, scalar_min_lr = _scalar_rates(config)
     if getattr(config, "muon_report", None) == "":
         raise ConfigurationError("--muon-report is empty: give the name of a file, or drop it.")
     exchange_dtype = getattr(config, "muon_exchange_dtype", None) or "fp32"
@@ -344,8 +345,8 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         extra_scale_factor=extra_scale_factor,
         momentum_dtype=momentum_dtype,
         clip=clip,
-        scalar_lr=_rate("--muon-scalar-lr", config),
-        scalar_min_lr=_rate("--muon-scalar-min-lr", config),
+        scalar_lr=scalar_lr,
+        scalar_min_lr=scalar_min_lr,
         max_skipped_steps=_max_skipped_steps(config),
         matmul_precision=config.muon_fp32_matmul_prec,
         split_qkv=splits.qkv,
@@ -382,6 +383,26 @@ def _scale(config: OptimizerConfig) -> tuple[str, float]:
             "--muon-scale-mode and --muon-extra-scale-factor."
         )
     return "spectral", rms
+
+
+def _scalar_rates(config: OptimizerConfig) -> tuple[float | None, float | None]:
+    """Return the scalar optimizer's own rate and least rate, of which the first is the larger.
+
+    What is not given is Megatron's, which may be too large a least rate for a small rate of its
+    own: the rate would then grow while it is said to decay.
+    """
+    rate, least = _rate("--muon-scalar-lr", config), _rate("--muon-scalar-min-lr", config)
+    most = config.lr if rate is None else rate
+    end = config.min_lr if least is None else least
+    is_own = rate is not None or least is not None
+    if is_own and most is not None and end is not None and end > most:
+        names = ("--lr" if rate is None else "--muon-scalar-lr",
+                 "--min-lr" if least is None else "--muon-scalar-min-lr")  # fmt: skip
+        raise ConfigurationError(
+            f"The learning rate of the scalar optimizer would decay from {most} ({names[0]}) to "
+            f"{end} ({names[1]}), which is larger: give --muon-scalar-min-lr of at most {most}."
+        )
+    return rate, least
 
 
 def _rate(flag: str, config: OptimizerConfig) -> float | None:

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
+from megatron.core.optimizer import optimizer as host
 
-NORM_GROUPS: tuple[str | None, ...] = (None, *SEPARATE_GRAD_NORM_GROUPS)
-"""Groups of gradients that have a norm of their own in Megatron; ``None`` is the main one."""
+from megatron_muon.errors import ConfigurationError
+
+
+def norm_groups() -> tuple[str | None, ...]:
+    """Return the groups of gradients that have a norm of their own; ``None`` is the main one.
+
+    Megatron's constant is read when it is needed, since others may add to it.
+    """
+    return (None, *host.SEPARATE_GRAD_NORM_GROUPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +29,7 @@ class Member:
         name: Name of the model parameter.
         order: Its place in the model.
         master: The master; its ``grad`` is the fp32 main gradient.
-        norm_group: One of :data:`NORM_GROUPS`.
+        norm_group: One of :func:`norm_groups`.
         is_counted: Whether its elements count here; those of a copy count on another rank.
         is_matrix: Whether Muon steps it.
     """
@@ -33,6 +40,15 @@ class Member:
     norm_group: str | None
     is_counted: bool
     is_matrix: bool
+
+    def __post_init__(self) -> None:
+        """Refuse a norm group that nobody would measure or clip."""
+        if self.norm_group not in norm_groups():
+            raise ConfigurationError(
+                f"{self.name} has grad_norm_group {self.norm_group!r}, which is none of Megatron's "
+                f"{host.SEPARATE_GRAD_NORM_GROUPS}. Add it to SEPARATE_GRAD_NORM_GROUPS of "
+                "megatron.core.optimizer.optimizer, or remove the attribute."
+            )
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -119,7 +135,7 @@ def measure(members: Sequence[Member], group: StatisticsGroup, count_zeros: bool
     if sums:
         num_bad = torch.stack(sums).isfinite().logical_not().sum()
     values: list[float | torch.Tensor] = [num_bad]
-    for norm_group in NORM_GROUPS:
+    for norm_group in norm_groups():
         counted = [
             total
             for (member, _), total in zip(present, sums, strict=True)
@@ -134,7 +150,7 @@ def measure(members: Sequence[Member], group: StatisticsGroup, count_zeros: bool
     total_bad, *rest = group.sum(values)
     norms = {
         norm_group: math.sqrt(rest[2 * i]) if math.isfinite(rest[2 * i]) else math.inf
-        for i, norm_group in enumerate(NORM_GROUPS)
+        for i, norm_group in enumerate(norm_groups())
         if norm_group is None or rest[2 * i + 1]
     }
     return GradStatistics(total_bad == 0, norms, int(rest[-1]) if count_zeros else None)

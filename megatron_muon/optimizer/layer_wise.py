@@ -205,14 +205,20 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         else:
             self._shard_params_ping_pong(optimizers, *sizes)
 
-    def get_grad_stats_parallel_group(self) -> None:
+    def get_grad_stats_parallel_group(self) -> Any:
         """Return the group of gradient statistics: all ranks, also those that own no matrix."""
-        return None
+        return getattr(self.pg_collection, "intra_dist_opt", None)
 
     def state_dict(self) -> Any:
         """Return the state of a checkpoint of Megatron's ``torch`` format."""
         self._check_checkpoints()
         return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what :meth:`state_dict` returned; 0.19.2 fails on its list of two optimizers."""
+        if isinstance(state_dict, list):
+            state_dict = dict(enumerate(state_dict))
+        super().load_state_dict(state_dict)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of a checkpoint of Megatron's ``torch_dist`` format."""

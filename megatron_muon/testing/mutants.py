@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_muon.testing.golden import Mutant
@@ -39,6 +40,14 @@ def break_step(mutant: Mutant | None) -> None:
         OwnedMuon.step = without_effect(  # type: ignore[method-assign]
             OwnedMuon.step, _SKIPPED_OWNER
         )
+    if mutant == "update-divided-by-loss-scale":
+        from megatron_muon.optimizer.chain import MuonChain
+
+        MuonChain.step_with_ready_grads = divided_by_loss_scale(MuonChain.step_with_ready_grads)
+    if mutant == "gradients-left-scaled":
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+        DynamicGradScaler.inv_scale = property(lambda self: torch.ones_like(self.scale))
 
 
 def _does_nothing(self: Any) -> bool:
@@ -69,3 +78,22 @@ def without_effect(step: Callable[..., Any], dp_rank: int) -> Callable[..., Any]
         return result
 
     return skipping_step
+
+
+def divided_by_loss_scale(step: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap the chain's step so that Muon's learning rate is divided by the loss scale."""
+
+    def step_of_scaled_gradients(self: Any) -> bool:
+        from megatron_muon.optimizer.muon import OwnedMuon
+
+        muons = [leaf.optimizer for leaf in self.leaves if isinstance(leaf.optimizer, OwnedMuon)]
+        groups = [group for muon in muons for group in muon.param_groups]
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] /= float(self.get_loss_scale())
+        result = step(self)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        return result
+
+    return step_of_scaled_gradients

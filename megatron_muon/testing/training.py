@@ -12,6 +12,7 @@ from megatron_muon.testing.golden import (
     FunctionalCase,
     MetricSeries,
     Mutant,
+    Precision,
     read_case,
     read_tensorboard,
 )
@@ -77,6 +78,14 @@ def case_flags(
 def num_ranks_of(case: FunctionalCase) -> int:
     """Return the number of ranks a case runs on."""
     return int(case.env_vars[NUM_RANKS_VARIABLE])
+
+
+def precision_of(case: FunctionalCase) -> Precision:
+    """Return the precision a case trains in."""
+    for precision in ("bf16", "fp16"):
+        if case.model_args.get(f"--{precision}"):
+            return precision
+    return "fp32"
 
 
 def train(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+import torch
 
 from megatron_muon import MuonConfig
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.install import install, uninstall
 from megatron_muon.optimizer.compatibility import PAIRS
-from megatron_muon.optimizer.config import EXCHANGE_DTYPES, LAYOUTS, TP_MODES, resolve
+from megatron_muon.optimizer.config import CLIPS, EXCHANGE_DTYPES, FLAGS, LAYOUTS, TP_MODES, resolve
 
 DISTRIBUTED = {"use_layer_wise_distributed_optimizer": True}
 
@@ -25,12 +26,21 @@ CHOICES = {
     **{f"--muon-exchange-dtype {dtype}": {"muon_exchange_dtype": dtype}
        for dtype in EXCHANGE_DTYPES},
     "--muon-gather-budget-mib": {"muon_gather_budget_mib": 1.0},
+    "--muon-momentum-dtype bf16": {"muon_momentum_dtype": "bf16"},
+    "--muon-match-adamw-rms 0.2": {"muon_match_adamw_rms": 0.2},
+    **{f"--muon-clip {clip}": {"muon_clip": clip} for clip in CLIPS},
+    "--clip-grad 0": {"clip_grad": 0.0},
+    "--muon-scalar-lr 0": {"muon_scalar_lr": 0.0},
+    "--muon-scalar-min-lr 0": {"muon_scalar_min_lr": 0.0},
+    "--muon-max-skipped-steps 0": {"muon_max_skipped_steps": 0},
+    "--fp16": {"fp16": True, "params_dtype": torch.float16},
     "--use-distributed-optimizer": DISTRIBUTED,
     "--no-use-distributed-optimizer": {"use_layer_wise_distributed_optimizer": False},
 }  # fmt: skip
 """What a user can choose, and the fields of the config that it becomes."""
 
 REFUSED = {
+    ("--muon-clip scalar-only", "--clip-grad 0"),
     ("--muon-split-heads", "--muon-no-split-qkv"),
     ("--muon-use-syrk", "--muon-tp-mode duplicated"),
     ("--muon-use-syrk", "--muon-tp-mode distributed"),
@@ -106,6 +116,11 @@ def test_defaults():
     assert settings.gather_budget_nbytes == 64 * 2**20
     assert settings.exchange_dtype == "fp32"
     assert settings.splits == SplitRules(qkv=True, gated_fc1=False, heads=False)
+    assert (settings.momentum_dtype, settings.clip, settings.max_skipped_steps) == (
+        "fp32", "global", 10,
+    )  # fmt: skip
+    assert (settings.scalar_lr, settings.scalar_min_lr) == (None, None)
+    assert (settings.scale_mode, settings.extra_scale_factor) == ("spectral", 1.0)
 
 
 def test_what_is_given_is_used():
@@ -122,9 +137,64 @@ def test_what_is_given_is_used():
     assert (values["exchange_dtype"], values["gather_budget_nbytes"]) == ("bf16", 4096)
 
 
+def test_precision_settings_that_are_given_are_used():
+    settings = resolved(
+        "--muon-momentum-dtype bf16", "--muon-match-adamw-rms 0.2", "--muon-clip scalar-only",
+        "--fp16", muon_scalar_lr=0.01, muon_scalar_min_lr=0.001, muon_max_skipped_steps=3,
+        muon_fp32_matmul_prec="highest",
+    )  # fmt: skip
+    values = settings.to_dict()
+    assert values | {
+        "momentum_dtype": "bf16", "extra_scale_factor": 0.2, "clip": "scalar-only",
+        "scalar_lr": 0.01, "scalar_min_lr": 0.001, "max_skipped_steps": 3,
+        "matmul_precision": "highest",
+    } == values  # fmt: skip
+
+
+def test_zeros_are_kept():
+    settings = resolved(
+        "--muon-scalar-lr 0", "--muon-scalar-min-lr 0", "--muon-max-skipped-steps 0",
+        lr=0.0, weight_decay=0.0, muon_momentum=0.0,
+    )  # fmt: skip
+    assert (settings.scalar_lr, settings.scalar_min_lr, settings.max_skipped_steps) == (0.0, 0.0, 0)
+    assert (settings.lr, settings.weight_decay, settings.momentum) == (0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
+        ({"min_lr": 0.01, "muon_scalar_lr": 0.001}, ["--muon-scalar-lr", "--min-lr", "0.001"]),
+        ({"muon_scalar_min_lr": 0.2}, ["0.1 (--lr)", "0.2 (--muon-scalar-min-lr)"]),
+        ({"muon_scalar_lr": 0.01, "muon_scalar_min_lr": 0.02}, ["0.01 (--muon-scalar-lr)"]),
+    ],
+    ids=str,
+)
+def test_a_rate_that_would_grow_is_refused(changes, parts):
+    with pytest.raises(ConfigurationError, match="give --muon-scalar-min-lr of at most") as caught:
+        resolved(**changes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_rates_of_megatron_alone_are_its_own_affair():
+    """It asserts by itself that they fall; and without a rate there is nothing to compare."""
+    assert resolved(min_lr=0.5).scalar_lr is None
+    assert resolved(lr=None, muon_scalar_min_lr=0.5).scalar_min_lr == 0.5
+    assert resolved(min_lr=0.1, muon_scalar_lr=0.1).scalar_lr == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"muon_momentum_dtype": "fp16"}, ["--muon-momentum-dtype", "'fp16'", "fp32, bf16"]),
+        ({"muon_clip": "none"}, ["--muon-clip", "'none'", "global, scalar-only"]),
+        ({"muon_scalar_lr": -0.1}, ["--muon-scalar-lr", "-0.1", "0 or more"]),
+        ({"muon_scalar_lr": float("inf")}, ["--muon-scalar-lr", "inf"]),
+        ({"muon_scalar_min_lr": float("nan")}, ["--muon-scalar-min-lr", "nan"]),
+        ({"muon_max_skipped_steps": -1}, ["--muon-max-skipped-steps", "-1", "0 or more"]),
+        ({"muon_max_skipped_steps": 1.5}, ["--muon-max-skipped-steps", "1.5", "integer"]),
+        ({"muon_max_skipped_steps": True}, ["--muon-max-skipped-steps", "True", "integer"]),
+        ({"muon_fp32_matmul_prec": "low"}, ["--muon-fp32-matmul-prec", "'low'", "highest"]),
         ({"muon_gather_budget_mib": 0.0}, ["--muon-gather-budget-mib", "0.0", "4 KiB"]),
         ({"muon_gather_budget_mib": -1.0}, ["--muon-gather-budget-mib", "-1.0", "4 KiB"]),
         ({"muon_gather_budget_mib": 0.003}, ["--muon-gather-budget-mib", "0.003", "0.00390625"]),
@@ -174,6 +244,14 @@ def parse(monkeypatch):
     uninstall()
 
 
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_says_what_it_does_and_has_a_field_of_the_config(flag):
+    name = flag.removeprefix("--").replace("-", "_")
+    assert FLAGS[flag]["help"].endswith((".", ")"))
+    assert getattr(MuonConfig(optimizer="muon"), name) in (None, False, [])
+    assert FLAGS[flag].get("default", False) in (None, False, [])
+
+
 def test_the_flags_reach_the_arguments(parse):
     args = parse(
         *"--use-distributed-optimizer --muon-layout flat --muon-gather-budget-mib 0.5".split(),
@@ -188,6 +266,28 @@ def test_the_flags_reach_the_arguments(parse):
     assert plain.muon_gather_budget_mib is None
     assert not plain.muon_split_heads
     assert resolve(plain, None).splits == SplitRules()
+
+
+def test_precision_flags_reach_the_config_of_the_optimizer(parse):
+    from megatron.training.training import get_megatron_optimizer_config
+
+    args = parse(
+        *"--muon-momentum-dtype bf16 --muon-match-adamw-rms 0.2 --muon-clip scalar-only".split(),
+        *"--muon-scalar-lr 0 --muon-scalar-min-lr 0 --muon-max-skipped-steps 0".split(),
+        *"--muon-fp32-matmul-prec highest --decoupled-lr 0".split(),
+    )
+    config, overrides = get_megatron_optimizer_config(args)
+    settings = resolve(config, None)
+    assert settings == resolve(args, None)
+    assert (settings.momentum_dtype, settings.clip, settings.extra_scale_factor) == (
+        "bf16", "scalar-only", 0.2,
+    )  # fmt: skip
+    assert (settings.scalar_lr, settings.scalar_min_lr, settings.max_skipped_steps) == (0.0, 0.0, 0)
+    assert settings.matmul_precision == "highest"
+    assert {"max_lr": 0.0} in overrides.values()
+    plain = resolve(get_megatron_optimizer_config(parse())[0], None)
+    assert (plain.momentum_dtype, plain.clip, plain.scalar_lr) == ("fp32", "global", None)
+    assert plain.matmul_precision == "medium"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +310,9 @@ def test_a_command_line_that_cannot_work_is_refused_with_its_flags(parse, flags)
 @pytest.mark.parametrize(
     "flag",
     ["--muon-split-heads", "--muon-split-gated-fc1", "--muon-exchange-dtype bf16",
-     "--muon-gather-budget-mib 3", "--muon-layout flat"],
+     "--muon-gather-budget-mib 3", "--muon-layout flat", "--muon-momentum-dtype fp32",
+     "--muon-match-adamw-rms 0.2", "--muon-clip global", "--muon-scalar-lr 0",
+     "--muon-scalar-min-lr 0", "--muon-max-skipped-steps 0"],
 )  # fmt: skip
 def test_our_flags_are_refused_with_another_optimizer(parse, flag):
     with pytest.raises(ConfigurationError, match=rf"{flag.split()[0]} has no effect with .* adam"):

@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.testing import golden as gv
+from megatron_muon.testing.training import precision_of
 from megatron_muon.tools import golden as cli
 
 LOSS = "lm loss"
@@ -398,7 +399,12 @@ def test_console_with_two_values_for_a_step_is_refused():
 # ---------------------------------------------------------------- comparing
 
 tolerances = st.sampled_from(
-    [("cross-sharding", None), ("cross-sharding", "fp32"), ("cross-hardware", None)]
+    [
+        ("cross-sharding", None),
+        ("cross-sharding", "fp16"),
+        ("cross-sharding", "fp32"),
+        ("cross-hardware", None),
+    ]
 )
 losses = st.lists(st.floats(0.01, 1e3), min_size=1, max_size=20)
 
@@ -435,7 +441,7 @@ def test_equal_curves_pass_every_kind(kind):
 
 def test_message_is_one_line_of_the_promised_form():
     result = gv.compare(series(5.0, 4.02), series(5.0, 4.0), kind="cross-sharding")
-    assert result.message == "golden distance 5.00e-03 at step 2 (cross-sharding, 0.0005): FAILED"
+    assert result.message == "golden distance 5.00e-03 at step 2 (cross-sharding, 0.001): FAILED"
 
 
 def test_exact_sees_the_last_bit_and_a_golden_file_its_fifth_decimal():
@@ -484,7 +490,7 @@ def test_against_zero_only_zero_passes():
 @pytest.mark.parametrize(
     ("kind", "precision", "expected"),
     [
-        ("cross-sharding", "fp16", "--precision fp16"),
+        ("cross-sharding", "fp64", "--precision fp64"),
         ("cross-hardware", "fp32", "has no effect"),
         ("exact", "bf16", "has no effect"),
         ("approximate", None, "--kind approximate"),
@@ -562,7 +568,7 @@ def test_a_frozen_loss_that_passes_five_percent_passes_no_rule_of_ours():
     others = {"again": slow}
     found = reasons(slow, mutants={}, legitimate=others, kind="cross-hardware")
     assert "the curve moves 1.94e-02 of its last value, less than 10 x 0.01 = 0.1" in found
-    # Held to 5e-4 it moves enough, and the frozen run is not among the reasons.
+    # Held to 1e-3 it moves enough, and the frozen run is not among the reasons.
     found = reasons(slow, mutants={"frozen-weights": still}, legitimate=others)
     assert len(found) == 1
     assert "frozen-weights" not in found[0]
@@ -598,7 +604,26 @@ def test_every_mutant_has_to_be_there_and_to_fail(name):
     passing = mutants(curve()) | {name: curve(off=4e-4)}
     (reason,) = reasons(curve(), mutants=passing)
     assert f"the mutant '{name}' passes: it lies 4.0" in reason
-    assert "within 0.0005" in reason
+    assert "within 0.001" in reason
+
+
+@pytest.mark.parametrize("name", gv.SCALING_MUTANTS)
+def test_a_scaling_mutant_need_not_be_there_but_has_to_fail(name):
+    rule = {"precision": "fp16"}
+    assert reasons(curve(), mutants=mutants(curve()) | {name: curve(off=2e-3)}, **rule) == ()
+    passing = mutants(curve()) | {name: curve(off=4e-4)}
+    (reason,) = reasons(curve(), mutants=passing, **rule)
+    assert f"the mutant '{name}' passes: it lies 4.0" in reason
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("bf16", 1e-3), ("fp16", 5e-4), ("fp32", 1e-5)]
+)
+def test_the_precision_of_a_case_decides_its_tolerance(precision, tolerance):
+    flags = {} if precision == "fp32" else {f"--{precision}": True}
+    case = gv.FunctionalCase({}, "regular", (LOSS,), {"--lr": 1.0, **flags})
+    assert precision_of(case) == precision
+    assert gv.tolerance_of("cross-sharding", precision) == tolerance
 
 
 def test_a_mutant_that_fails_for_another_reason_does_not_count():
@@ -620,8 +645,8 @@ def test_a_mutant_that_fails_for_another_reason_does_not_count():
 
 def test_legitimate_runs_have_to_be_there_and_to_pass():
     assert "no other legitimate run" in reasons(curve(), legitimate={})[0]
-    (reason,) = reasons(curve(), legitimate={"TP4xDP1": curve(off=6e-4)})
-    assert reason.startswith("the legitimate run 'TP4xDP1' lies 6.0")
+    (reason,) = reasons(curve(), legitimate={"TP4xDP1": curve(off=1.1e-3)})
+    assert reason.startswith("the legitimate run 'TP4xDP1' lies 1.1")
     short = dataclasses.replace(curve(), steps=(1,), values=curve().values[:1])
     assert "step 2 is missing" in reasons(curve(), legitimate={"TP4xDP1": short})[0]
 

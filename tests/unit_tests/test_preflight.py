@@ -68,6 +68,16 @@ def test_what_can_run_is_let_through(parse):
         ([*MUON, "--muon-momentum", "1.5"], ["--muon-momentum", "1.5", "[0, 1)"]),
         ([*MUON, "--muon-num-ns-steps", "0"], ["--muon-num-ns-steps", "0"]),
         ([*MUON, "--muon-coefficient-type", "custom"], ["--muon-coefficient-type", "custom"]),
+        ([*MUON, "--muon-match-adamw-rms", "0"], ["--muon-match-adamw-rms is 0.0", "above 0"]),
+        ([*MUON, "--muon-match-adamw-rms", "0.2", "--muon-scale-mode", "shape_scaling"],
+         ["--muon-match-adamw-rms", "drop --muon-scale-mode"]),
+        ([*MUON, "--muon-clip", "scalar-only", "--clip-grad", "0"],
+         ["--muon-clip scalar-only has no effect with --clip-grad 0"]),
+        ([*MUON, "--muon-max-skipped-steps", "-1"], ["--muon-max-skipped-steps is -1", "0 or"]),
+        ([*MUON, "--muon-scalar-lr", "-1"], ["--muon-scalar-lr is -1.0", "0 or more"]),
+        ([*MUON, "--muon-scalar-min-lr", "nan"], ["--muon-scalar-min-lr is nan"]),
+        ([*MUON, "--min-lr", "1e-4", "--muon-scalar-lr", "1e-5"],
+         ["from 1e-05 (--muon-scalar-lr) to 0.0001 (--min-lr)", "give --muon-scalar-min-lr"]),
         # One of Megatron's own refusals.
         (["--overlap-param-gather"], ["Megatron refuses the arguments", "--overlap-param-gather"]),
     ],
@@ -79,10 +89,28 @@ def test_what_cannot_run_is_refused_with_the_flag_to_change(parse, flags, parts)
         assert part in str(caught.value)
 
 
-def test_fp16_is_refused_for_muon(parse, monkeypatch):
+@pytest.mark.parametrize("precision", [["--fp16"], ["--fp16", "--loss-scale", "128"], []], ids=str)
+def test_every_precision_is_let_through(parse, monkeypatch, precision):
     monkeypatch.setattr(sys.modules[__name__], "SMALL", [f for f in SMALL if f != "--bf16"])
-    with pytest.raises(ConfigurationError, match="--fp16"):
-        parse(*MUON, "--fp16")
+    args = parse(*MUON, *precision)
+    assert args.fp16 is bool(precision)
+    assert not args.bf16
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (MUON, False),
+        ([*MUON, "--muon-max-skipped-steps", "3"], False),
+        ([*MUON, "--muon-max-skipped-steps", "0"], True),
+        ([*MUON, "--muon-max-skipped-steps", "0", "--no-check-for-nan-in-loss-and-grad"], False),
+        (["--optimizer", "adam"], True),
+    ],
+    ids=str,
+)
+def test_megatron_does_not_end_training_at_what_is_to_be_skipped(parse, flags, expected):
+    """Its own check raises at the first NaN, before the optimizer is asked."""
+    assert parse(*flags).check_for_nan_in_loss_and_grad is expected
 
 
 def test_a_rank_that_does_not_write_the_report_does_not_look_for_its_folder(parse):
@@ -97,6 +125,13 @@ def test_a_rank_that_does_not_write_the_report_does_not_look_for_its_folder(pars
         (["--muon-tp-mode", "sharded"], ["--muon-tp-mode", "sharded", "owner", "blockwise"]),
         (["--muon-layout", "diagonal"], ["--muon-layout", "diagonal"]),
         (["--muon-momentum", "high"], ["--muon-momentum", "high"]),
+        (["--muon-fp32-matmul-prec", "low"], ["low", "medium", "high", "highest"]),
+        (["--muon-momentum-dtype", "fp16"], ["--muon-momentum-dtype", "fp16", "fp32", "bf16"]),
+        (["--muon-clip", "matrices"], ["--muon-clip", "matrices", "global", "scalar-only"]),
+        (["--muon-scalar-lr", "small"], ["--muon-scalar-lr", "small"]),
+        (["--muon-scalar-min-lr"], ["--muon-scalar-min-lr", "expected one argument"]),
+        (["--muon-match-adamw-rms", "x"], ["--muon-match-adamw-rms", "x"]),
+        (["--muon-max-skipped-steps", "1.5"], ["--muon-max-skipped-steps", "1.5"]),
         (["--muon-report"], ["--muon-report", "expected one argument"]),
         (["--optimizer", "moun"], ["--optimizer", "moun", "muon"]),
         (["--nonsense"], ["--nonsense"]),

@@ -27,6 +27,7 @@ from megatron_muon.testing.golden.curves import (
 )
 from megatron_muon.testing.golden.provenance import (
     EXPECTED_MUTANTS,
+    SCALING_MUTANTS,
     Evidence,
     Mutant,
     Processor,
@@ -48,6 +49,7 @@ __all__ = [
     "DECIMALS",
     "EXPECTED_MUTANTS",
     "KINDS",
+    "SCALING_MUTANTS",
     "Comparison",
     "Evidence",
     "FunctionalCase",

@@ -31,9 +31,11 @@ from megatron_muon.testing.golden.jsonfile import (
 )
 from megatron_muon.testing.golden.series import Source
 
-type Mutant = Literal[
+type ExpectedMutant = Literal[
     "frozen-weights", "adamw-for-muon", "blockwise-tp", "unsplit-qkv", "one-owner-skipped"
 ]
+type ScalingMutant = Literal["update-divided-by-loss-scale", "gradients-left-scaled"]
+type Mutant = ExpectedMutant | ScalingMutant
 """A run that is broken on purpose.
 
 ``frozen-weights``: no weight is ever updated.
@@ -41,9 +43,18 @@ type Mutant = Literal[
 ``blockwise-tp``: each tensor-parallel shard is orthogonalized by itself.
 ``unsplit-qkv``: the fused QKV weight is orthogonalized as one matrix.
 ``one-owner-skipped``: the matrices of one owner are never updated.
+
+With a loss scale only:
+
+``update-divided-by-loss-scale``: Muon's update is unscaled, as a gradient should be.
+``gradients-left-scaled``: no gradient is divided by the loss scale.
 """
 
-EXPECTED_MUTANTS: tuple[Mutant, ...] = get_args(Mutant.__value__)
+EXPECTED_MUTANTS: tuple[Mutant, ...] = get_args(ExpectedMutant.__value__)
+"""Those that every recording needs."""
+
+SCALING_MUTANTS: tuple[Mutant, ...] = get_args(ScalingMutant.__value__)
+MUTANTS = EXPECTED_MUTANTS + SCALING_MUTANTS
 
 SOURCES: tuple[Source, ...] = get_args(Source.__value__)
 
@@ -300,7 +311,7 @@ def parse_cpuinfo(text: str) -> tuple[str, tuple[str, ...]]:
 
 def mutant_name(name: str, where: str) -> Mutant:
     """Check the name of a mutant; the message lists the legal ones."""
-    return as_choice(name, EXPECTED_MUTANTS, f"{where}: mutant")
+    return as_choice(name, MUTANTS, f"{where}: mutant")
 
 
 def _distances(value: object, where: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ of ranks, in either layout; what it ends with must be what one process computes.
 * ``model``: the model, its gradients and its parts, written out by hand.
 * ``reference``: what a right run ends with, and how far another one is from it.
 * ``matrix``: the cases: every cell of the axes, a small cover of them, and what cannot run.
-* ``build``, ``backward``, ``counting``, ``job``: one rank's part.
+* ``build``, ``backward``, ``counting``, ``writes``, ``job``: one rank's part.
 * ``runs``: many cases in few launches.
 * ``mutants``: runs that are broken on purpose.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,10 @@ from megatron_muon.testing.law.case import Case, is_expert
 from megatron_muon.testing.law.model import (
     SEQUENCE,
     Replica,
+    counted_tokens,
     gradients,
     micro_batch,
+    samples,
     shard,
     tokens,
 )
@@ -58,8 +61,8 @@ def inject(case: Case, chunks: Sequence[Any], step: int) -> None:
                     rank = expert_tp_rank if is_expert(name) else tp_rank
                     scale = of_experts if is_expert(name) else 1.0
                     trained.append(param.view_as(param))
-                    grad = (scale * shard(case, name, part, rank)).to(param.dtype)
-                    grads.append(grad * loss_scale)
+                    grad = scale * loss_scale * shard(case, name, part, rank)
+                    grads.append(grad.to(param.dtype))
             with contextlib.nullcontext() if is_last else chunk.no_sync():
                 torch.autograd.backward(trained, grads)
     for chunk in chunks:
@@ -90,8 +93,8 @@ def forward_and_backward(case: Case, chunk: Any, optimizer: Any) -> None:
     replica = this_replica()
     with _cloned_outputs():
         get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=_micro_batches(replica, case.micro_batches),
+            forward_step_func=partial(_forward_step, case),
+            data_iterator=_micro_batches(case, replica),
             model=[chunk],
             num_microbatches=case.micro_batches,
             seq_length=SEQUENCE,
@@ -118,20 +121,25 @@ def _cloned_outputs() -> Iterator[None]:
         yield
 
 
-def _forward_step(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
-    inputs, labels = next(batches)
+def _forward_step(case: Case, batches: Iterator[Sequence[torch.Tensor]], model: Any) -> Any:
+    inputs, labels, counted = next(batches)
     losses = model(inputs, _positions(len(inputs)), _mask(), labels=labels)
 
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mean = output.float().mean()
+    def loss(output: torch.Tensor) -> tuple[Any, ...]:
+        if case.per_token or case.masked:
+            total = case.loss_factor * (output.float() * counted).sum()
+            return total, counted.sum().int(), {"lm loss": total.detach()}
+        mean = case.loss_factor * output.float().mean()
         return mean, {"lm loss": mean.detach()}
 
     return losses, loss
 
 
-def _micro_batches(replica: Replica, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    inputs, labels = (batch.chunk(replica.size)[replica.rank] for batch in tokens())
-    yield from zip(inputs.chunk(count), labels.chunk(count), strict=True)
+def _micro_batches(case: Case, replica: Replica) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield inputs, labels and which tokens count, of each micro-batch of a rank."""
+    batch = (*(samples() if case.perceptron else tokens()), counted_tokens(case.masked))
+    own = [whole.chunk(replica.size)[replica.rank] for whole in batch]
+    yield from zip(*(part.chunk(case.micro_batches) for part in own), strict=True)
 
 
 def _positions(num_sequences: int) -> torch.Tensor:

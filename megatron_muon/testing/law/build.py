@@ -79,6 +79,7 @@ def transformer_config(case: Case) -> Any:
         moe_token_dispatcher_type="allgather",
         bf16=case.bf16,
         fp16=case.fp16,
+        calculate_per_token_loss=case.per_token,
         params_dtype=case.dtype,
         use_cpu_initialization=True,
         attention_dropout=0.0,
@@ -93,10 +94,8 @@ def transformer_config(case: Case) -> Any:
 
 
 def build_model(case: Case) -> list[torch.nn.Module]:
-    """Build this rank's stages of the GPT, with the initial weights, not wrapped in DDP."""
+    """Build this rank's stages of the model, with the initial weights, not wrapped in DDP."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
 
     config = transformer_config(case)
@@ -105,16 +104,10 @@ def build_model(case: Case) -> list[torch.nn.Module]:
     chunks: list[torch.nn.Module] = []
     for stage in range(case.vpp or 1):
         index = stage * case.pp + pp_rank
-        chunk = GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=case.experts or None, normalization="RMSNorm"),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            pre_process=index == 0,
-            post_process=index == num_stages - 1,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            vp_stage=stage if case.vpp else None,
+        chunk = (
+            Perceptron(config)
+            if case.perceptron
+            else _gpt(case, config, stage, index == 0, index == num_stages - 1)
         )
         chunks.append(Float16Module(config, chunk) if case.bf16 or case.fp16 else chunk)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -125,6 +118,58 @@ def build_model(case: Case) -> list[torch.nn.Module]:
         param.data.copy_(shard(case, name, initial(name, shapes[name]), rank))
         param.requires_grad_(case.trains(name))
     return chunks
+
+
+def _gpt(case: Case, config: Any, stage: int, is_first: bool, is_last: bool) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    model: torch.nn.Module = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=case.experts or None, normalization="RMSNorm"),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=is_first,
+        post_process=is_last,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=stage if case.vpp else None,
+    )
+    return model
+
+
+class Perceptron(torch.nn.Module):
+    """One MLP of Megatron's, named as that of a GPT's first layer, with a squared error."""
+
+    def __init__(self, config: Any) -> None:
+        """Build the MLP."""
+        from megatron.core.enums import ModelType
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+        super().__init__()
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        layer: Any = torch.nn.Module()
+        layer.layer_number = 1
+        layer.mlp = MLP(
+            config,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ffn_hidden_size=FFN,
+        )
+        self.decoder: Any = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList([layer])
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Take what a pipeline stage before gives; there is none."""
+
+    def forward(
+        self, inputs: torch.Tensor, *unused: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the error of each sample, ``(B, S)``, in fp32."""
+        outputs, bias = self.decoder.layers[0].mlp(inputs)
+        outputs = outputs if bias is None else outputs + bias
+        error: torch.Tensor = outputs.float() - labels
+        return error.square().mean(-1)
 
 
 def parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -264,13 +309,33 @@ def masters(
     optimizer: Any, chunks: Sequence[Any]
 ) -> tuple[dict[str, list[tuple[int, torch.Tensor]]], set[str]]:
     """Read every fp32 master this rank holds, from Megatron's own optimizer objects."""
-    names: dict[Any, str] = {param: name for name, param in parameters(chunks)}
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
-
-    def add(param: Any, start: int, master: torch.Tensor) -> None:
+    for name, start, master, _ in _held(optimizer, chunks):
         assert master.dtype == torch.float32
-        pieces.setdefault(names[param], []).append((start, master.detach().flatten().clone()))
+        pieces.setdefault(name, []).append((start, master.detach().flatten().clone()))
+    return pieces, set(pieces)
 
+
+def states(
+    optimizer: Any, chunks: Sequence[Any]
+) -> dict[str, list[tuple[int, dict[str, torch.Tensor]]]]:
+    """Read the optimizer's state of every master this rank holds, piece by piece."""
+    found: dict[str, list[tuple[int, dict[str, torch.Tensor]]]] = {}
+    for name, start, _, state in _held(optimizer, chunks):
+        tensors = {
+            key: value.detach().flatten().clone()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+        found.setdefault(name, []).append((start, tensors))
+    return found
+
+
+def _held(
+    optimizer: Any, chunks: Sequence[Any]
+) -> Iterator[tuple[str, int, torch.Tensor, dict[str, Any]]]:
+    """Yield name, start in the shard, master and state of every piece this rank holds."""
+    names: dict[Any, str] = {param: name for name, param in parameters(chunks)}
     for leaf in leaves(optimizer):
         if leaf.is_stub_optimizer:
             continue
@@ -279,18 +344,18 @@ def masters(
                 [*leaf.model_float16_groups, *leaf.model_fp32_groups],
                 [*leaf.shard_fp32_from_float16_groups, *leaf.shard_fp32_groups],
             ):
-                add(param, leaf._get_model_param_range_map(param)["param"].start, master)
+                start = leaf._get_model_param_range_map(param)["param"].start
+                yield names[param], start, master, leaf.optimizer.state.get(master, {})
         elif hasattr(leaf, "float16_groups"):
             for param, master in _paired(
                 [*leaf.float16_groups, *leaf.fp32_from_fp32_groups],
                 [*leaf.fp32_from_float16_groups, *leaf.fp32_from_fp32_groups],
             ):
-                add(param, 0, master)
+                yield names[param], 0, master, leaf.optimizer.state.get(master, {})
         else:
             for group in leaf.param_groups:
                 for param in group["params"]:
-                    add(param, 0, param)
-    return pieces, set(pieces)
+                    yield names[param], 0, param, leaf.optimizer.state.get(param, {})
 
 
 def _paired(

@@ -24,12 +24,15 @@ class Case:
         gated: Whether the MLP is a gated unit.
         output_gate: Whether attention has an output gate.
         experts: Experts a layer, 0 for a dense model.
+        perceptron: Whether the model is no GPT but one MLP with a squared error, whose backward
+            pass rounds little; only with ``backward``.
         bias: Whether linear layers have biases; Megatron cannot cut those of experts.
         bf16: Whether the model is in bf16.
         fp16: Whether the model is in fp16.
         loss_scales: Loss scale of each step, constant within it; empty for Megatron's own choice.
-        grad_factor: Power of two on all gradients, so that they stay normal fp16 numbers at
-            several loss scales.
+        grad_factor: Factor on all given gradients; a power of two rounds none.
+        loss_factor: Factor on the loss of ``backward``, which lifts its fp16 gradients out of the
+            subnormal numbers.
         wrap: The way to DDP: ``training`` (``wrap_model_chunks_with_ddp``), ``builder``
             (``dist_utils._ddp_wrap``), ``legacy`` (layer-wise without a layout) or ``replicated``
             (no distributed optimizer at all).
@@ -44,6 +47,9 @@ class Case:
         grads_in_fp32: Whether gradients are reduced in fp32.
         micro_batches: Micro-batches whose gradients add up.
         backward: Whether gradients come from forward and backward passes; else they are given.
+        per_token: ``--calculate-per-token-loss``.
+        masked: Whether some tokens of ``backward`` do not count, in each micro-batch another
+            number.
         steps: Optimizer steps.
         zero_grads: Whether all gradients are zero.
         frozen: Pattern of parameters that are not trained.
@@ -52,6 +58,7 @@ class Case:
         include: ``--muon-include``, one glob.
         permuted: Whether one rank has its parameter groups and parameters in another order.
         counted: Whether flops are counted, which takes time.
+        watched: Whether it is recorded what the optimizer writes, and its state is kept.
         mutant: How the run is broken on purpose.
         report: ``--muon-report``.
     """
@@ -66,11 +73,13 @@ class Case:
     gated: bool = True
     output_gate: bool = False
     experts: int = 0
+    perceptron: bool = False
     bias: bool = True
     bf16: bool = False
     fp16: bool = False
     loss_scales: tuple[float, ...] = ()
     grad_factor: float = 1.0
+    loss_factor: float = 1.0
     wrap: str = "training"
     layout: str = "owner"
     budget_nbytes: int = 64 * 2**20
@@ -93,6 +102,8 @@ class Case:
     grads_in_fp32: bool = True
     micro_batches: int = 1
     backward: bool = False
+    per_token: bool = False
+    masked: bool = False
     steps: int = 3
     zero_grads: bool = False
     frozen: str | None = None
@@ -101,6 +112,7 @@ class Case:
     include: str | None = None
     permuted: bool = False
     counted: bool = False
+    watched: bool = False
     mutant: str | None = None
     report: str | None = None
 
@@ -178,6 +190,21 @@ class BufferFacts:
     num_buckets: int
 
 
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Tensors that an optimizer's step wrote.
+
+    Attributes:
+        dtype: Their dtype.
+        place: ``parameters`` or ``gradients``, where DDP holds them, or ``elsewhere``.
+        operator: What wrote them.
+    """
+
+    dtype: torch.dtype
+    place: str
+    operator: str
+
+
 @dataclass
 class Outcome:
     """What one rank holds after the last step.
@@ -203,6 +230,8 @@ class Outcome:
         buffers: DDP's buffers.
         printed: What the factory printed.
         snapshots: The report after each step.
+        written: What the optimizer's steps wrote, of a case that is ``watched``.
+        state: Optimizer state of each piece in ``masters``, of a case that is ``watched``.
     """
 
     tp_rank: int
@@ -225,6 +254,8 @@ class Outcome:
     buffers: list[BufferFacts]
     printed: str
     snapshots: list[str] = field(default_factory=list)
+    written: set[Write] = field(default_factory=set)
+    state: dict[str, list[tuple[int, dict[str, torch.Tensor]]]] = field(default_factory=dict)
 
     def tp_rank_of(self, name: str) -> int:
         """Return this rank among those that cut a parameter."""

@@ -23,11 +23,13 @@ from megatron_muon.testing.law.build import (
     masters,
     parallel_state,
     parameters,
+    states,
     wrap,
 )
 from megatron_muon.testing.law.case import BufferFacts, Case, Outcome, Place
 from megatron_muon.testing.law.counting import StepSpy
-from megatron_muon.testing.law.mutants import MUTANTS
+from megatron_muon.testing.law.mutants import MUTANTS, SCALE_MUTANTS
+from megatron_muon.testing.law.writes import WriteSpy
 
 
 def run_cases(cases: Sequence[Case]) -> list[Outcome]:
@@ -42,7 +44,7 @@ def run_cases(cases: Sequence[Case]) -> list[Outcome]:
     for grid in dict.fromkeys(case.grid for case in cases):
         with parallel_state(*grid):
             for case in dict.fromkeys(case for case in cases if case.grid == grid):
-                with MUTANTS[case.mutant]():
+                with {**MUTANTS, **SCALE_MUTANTS}[case.mutant]():
                     outcomes[case] = train(case)
     return [outcomes[case] for case in cases]
 
@@ -81,11 +83,11 @@ def train(case: Case) -> Outcome:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
+        if case.loss_scales:
+            optimizer.grad_scaler._scale.fill_(case.loss_scales[step])
         if case.backward:
             forward_and_backward(case, chunks[0], optimizer)
         else:
-            if case.loss_scales:
-                optimizer.grad_scaler._scale.fill_(case.loss_scales[step])
             if case.overlap_param and case.pp == 1:
                 forward(chunks[0])
             inject(case, chunks, step)
@@ -103,6 +105,7 @@ class _Run:
         self.case, self.optimizer = case, optimizer
         self.muons = list(find_muons(optimizer))
         self.spy = StepSpy(case.counted)
+        self.writes = WriteSpy(case.watched)
         self.norms: list[float] = []
         self.grads: list[dict[str, torch.Tensor]] = []
         self.snapshots: list[str] = []
@@ -115,7 +118,7 @@ class _Run:
                 {name: param.main_grad.clone()  # type: ignore[attr-defined]
                  for name, param in parameters(chunks) if param.requires_grad}
             )  # fmt: skip
-        with self.spy.watch():
+        with self.spy.watch(), self.writes.watch(chunks):
             success, norm, _ = self.optimizer.step()
         assert success == (norm <= self.case.skip_above)
         self.norms.append(float(norm))
@@ -159,6 +162,8 @@ class _Run:
             ],
             printed=printed,
             snapshots=self.snapshots,
+            written=self.writes.writes,
+            state=states(self.optimizer, chunks) if self.case.watched else {},
         )
 
     def _places(self) -> dict[str, Place]:

@@ -74,7 +74,11 @@ def logical_shapes(case: Case) -> dict[str, tuple[int, ...]]:
             }
     shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
     shapes["output_layer.weight"] = (VOCAB, HIDDEN)
-    return {name: shape for name, shape in shapes.items() if case.bias or "bias" not in name}
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if (case.bias or "bias" not in name) and (not case.perceptron or "mlp." in name)
+    }
 
 
 def blocks(case: Case) -> dict[str, list[list[int]]]:
@@ -167,6 +171,28 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
         torch.randint(VOCAB, shape, generator=_generator("tokens")),
         torch.randint(VOCAB, shape, generator=_generator("labels")),
     )
+
+
+@cache
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a perceptron, ``(48, SEQUENCE, HIDDEN)`` each."""
+    shape = (48, SEQUENCE, HIDDEN)
+    return (
+        torch.randn(shape, generator=_generator("inputs")),
+        torch.randn(shape, generator=_generator("targets")),
+    )
+
+
+@cache
+def counted_tokens(masked: bool) -> torch.Tensor:
+    """Return which tokens of the global batch count, ``(48, SEQUENCE)``.
+
+    All, or one less from each six sequences to the next: no two micro-batches of a rank have as
+    many, and the last one may have none.
+    """
+    shape = tokens()[0].shape
+    num_counted = SEQUENCE - 1 - torch.arange(shape[0]) // 6 if masked else torch.tensor(SEQUENCE)
+    return (torch.arange(SEQUENCE) < num_counted.view(-1, 1)).expand(shape)
 
 
 @cache

@@ -7,6 +7,7 @@ leaves a rank out of a collective: the others would wait for it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import math
 from collections import defaultdict
@@ -275,3 +276,201 @@ MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]
     ),
 }
 """What breaks the step, by the name of the fault; ``None`` breaks nothing."""
+
+
+# The decision to skip a step.
+
+
+@contextlib.contextmanager
+def _model_parallel_decision() -> Iterator[None]:
+    """Each model-parallel group decides for itself; who skips still takes part in the others' step.
+
+    For steps whose loss scale can fall: else who skips would gather names that others do not.
+    """
+
+    def measures(measure: _Function) -> _Function:
+        def measured(chain: Any, count_zeros: bool) -> Any:
+            from megatron.core import parallel_state
+
+            statistics = measure(chain, count_zeros)
+            num_bad = _num_bad(chain.members)
+            dist.all_reduce(num_bad, group=parallel_state.get_model_parallel_group())
+            return replace(statistics, is_finite=not num_bad)
+
+        return measured
+
+    def steps(_: _Function) -> _Function:
+        def step(chain: Any) -> tuple[bool, float | None, int | None]:
+            skips = chain.prepare_grads()
+            num_steps = torch.tensor(float(not skips))
+            dist.all_reduce(num_steps)
+            if num_steps:
+                for member in chain.members:
+                    if member.grad is not None:
+                        member.grad.nan_to_num_(0.0, 0.0, 0.0)
+                with _undone(chain.leaves) if skips else contextlib.nullcontext():
+                    chain.step_with_ready_grads()
+            return (False, None, None) if skips else (True, 0.0, None)
+
+        return step
+
+    with (
+        _patched(_CHAIN + "MuonChain._measure", measures),
+        _patched(_CHAIN + "MuonChain.step", steps),
+    ):
+        yield
+
+
+def _num_bad(members: Sequence[Any]) -> torch.Tensor:
+    """Return how many members have a gradient that is not finite, shape ()."""
+    grads = [member.grad for member in members if member.grad is not None]
+    return torch.tensor(float(sum(not bool(grad.isfinite().all()) for grad in grads)))
+
+
+@contextlib.contextmanager
+def _undone(leaves: Sequence[Any]) -> Iterator[None]:
+    """Let a step change no master and no state."""
+    kept = [
+        (tensor, tensor.clone())
+        for leaf in leaves
+        for group in leaf.optimizer.param_groups
+        for param in group["params"]
+        for tensor in (param.data, *leaf.optimizer.state.get(param, {}).values())
+        if isinstance(tensor, torch.Tensor)
+    ]
+    yield
+    for tensor, old in kept:
+        tensor.copy_(old)
+
+
+@contextlib.contextmanager
+def _own_scalers() -> Iterator[None]:
+    """Each child unscales by a scaler of its own, which sees the child's overflows only."""
+
+    def prepares(_: _Function) -> _Function:
+        def prepare_grads(chain: Any) -> bool:
+            from megatron_muon.optimizer.chain import _copy_grads, _leaves
+
+            children = [list(_leaves([child])) for child in chain.chained_optimizers]
+            found = torch.zeros(len(children))
+            for i, leaf in ((i, leaf) for i, child in enumerate(children) for leaf in child):
+                _copy_grads(leaf)
+                for group in leaf.optimizer.param_groups:
+                    for param in group["params"]:
+                        if param.grad is not None:
+                            param.grad.mul_(leaf.grad_scaler.inv_scale)
+                            found[i] += float(not bool(param.grad.isfinite().all()))
+            dist.all_reduce(found)
+            for number, child in zip(found, children, strict=True):
+                for leaf in child:
+                    leaf.grad_scaler.update(bool(number))
+            chain._statistics = chain._measure(False)
+            return not chain._statistics.is_finite
+
+        return prepare_grads
+
+    with (
+        _patched(_CHAIN + "SharedGradScaler", lambda _: copy.deepcopy),
+        _patched(_CHAIN + "MuonChain.prepare_grads", prepares),
+    ):
+        yield
+
+
+def _blind(measure: _Function) -> _Function:
+    return lambda *args: replace(measure(*args), is_finite=True)
+
+
+def _copies_unseen(measure: _Function) -> _Function:
+    """What is not counted in the norm is not looked at either."""
+    return lambda members, *args: measure([m for m in members if m.is_counted], *args)
+
+
+def _momentum_first(measure: _Function) -> _Function:
+    """Momentum of what is finite advances before it is decided."""
+
+    def measured(chain: Any, count_zeros: bool) -> Any:
+        for leaf in chain.leaves:
+            for param, state in leaf.optimizer.state.items():
+                if "momentum_buffer" in state and bool(param.grad.isfinite().all()):
+                    state["momentum_buffer"].lerp_(param.grad, 0.1)
+        return measure(chain, count_zeros)
+
+    return measured
+
+
+def _squares_in_fp32(squares: _Function) -> _Function:
+    del squares
+    return lambda tensors: [tensor.square().sum().double() for tensor in tensors]
+
+
+_CHAIN = "megatron_muon.optimizer.chain:"
+
+SKIP_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    None: contextlib.nullcontext,
+    "flag reduced over the model-parallel group only": _model_parallel_decision,
+    "one scaler per child": _own_scalers,
+    "no decision": lambda: _patched(_CHAIN + "MuonChain._measure", _blind),
+    "copies not looked at": lambda: _patched(_CHAIN + "measure", _copies_unseen),
+    "momentum before the decision": lambda: _patched(
+        _CHAIN + "MuonChain._measure", _momentum_first
+    ),
+    "squares in fp32": lambda: _patched(
+        "megatron_muon.optimizer.grad_statistics:squares", _squares_in_fp32
+    ),
+}
+"""What breaks the decision to skip a step, by the name of the fault."""
+
+
+# Scale, clip and momentum.
+
+
+def _divided_by_scale(step: _Function) -> _Function:
+    def divided(chain: Any) -> Any:
+        scale = float(chain.get_loss_scale())
+        with _patched(_MUON + "apply_update", lambda apply: _times(apply, lambda: 1 / scale)):
+            return step(chain)
+
+    return divided
+
+
+@contextlib.contextmanager
+def _clipped_updates() -> Iterator[None]:
+    """Of the matrices it is not the gradients that are clipped but what Newton-Schulz makes."""
+    factor = 1.0
+
+    def clips(clip: _Function) -> _Function:
+        def clipped(members: Sequence[Any], max_norm: float, norms: Mapping[Any, float]) -> None:
+            nonlocal factor
+            factor = min(1.0, max_norm / norms[None])
+            clip([member for member in members if not member.is_matrix], max_norm, norms)
+
+        return clipped
+
+    with (
+        _patched(_CHAIN + "clip", clips),
+        _patched(_MUON + "apply_update", lambda apply: _times(apply, lambda: factor)),
+    ):
+        yield
+
+
+def _times(apply: _Function, factor: Callable[[], float]) -> _Function:
+    return lambda weight, update, lr, decay: apply(weight, factor() * update, lr, decay)
+
+
+def _momentum_in_fp16(init: _Function) -> _Function:
+    def initialized(muon: Any, *args: Any, **kwargs: Any) -> None:
+        init(muon, *args, **kwargs)
+        muon.momentum_dtype = torch.float16
+
+    return initialized
+
+
+SCALE_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    # The fault of optimizers that scale after they have unscaled: tiny steps.
+    "update divided by the scale": lambda: _patched(_CHAIN + "MuonChain.step", _divided_by_scale),
+    # Newton-Schulz makes all updates of one size: clipping them makes all of them small.
+    "clip applied to the update": _clipped_updates,
+    # Unscaled gradients are smaller than fp16's normal numbers.
+    "momentum in fp16": lambda: _patched(_MUON + "OwnedMuon.__init__", _momentum_in_fp16),
+}
+"""What breaks the step where loss scale, clip or precision matter, by the name of the fault."""

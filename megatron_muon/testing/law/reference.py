@@ -29,10 +29,10 @@ def reference(case: Case) -> Oracle:
     """Run the oracle through the same steps, in fp64, on the mean of the given gradients."""
     return _reference(
         replace(
-            case, tp=1, pp=1, vpp=None, ep=1, etp=None, bf16=False, fp16=False, loss_scales=(), wrap="",
-            tp_mode="", precision="", layout="", budget_nbytes=0, exchange_dtype=None,
+            case, tp=1, pp=1, vpp=None, ep=1, etp=None, bf16=False, fp16=False, loss_scales=(),
+            wrap="", tp_mode="", precision="", layout="", budget_nbytes=0, exchange_dtype=None,
             overlap_grad=False, overlap_param=False, grads_in_fp32=True, bucket_size=None,
-            micro_batches=1, permuted=False, counted=False, mutant=None, report=None,
+            micro_batches=1, permuted=False, counted=False, watched=False, mutant=None, report=None,
         )
     )  # fmt: skip
 
