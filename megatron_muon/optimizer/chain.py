@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_muon.collectives.span import Span
 from megatron_muon.errors import NonFiniteGradientError, UnsupportedError
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.grad_scaler import SharedGradScaler, can_fall, make_grad_scaler
 from megatron_muon.optimizer.grad_statistics import (
     GradStatistics,
     Member,
-    StatisticsGroup,
     clip,
     first_non_finite,
     measure,
@@ -54,6 +54,7 @@ class MuonChain(ChainedOptimizer):
 
     Attributes:
         grad_scaler: The only loss scaler; ``None`` without a loss scale.
+        span: All ranks that step a part of the model.
         num_skipped: Steps skipped because a gradient was not finite.
     """
 
@@ -83,7 +84,7 @@ class MuonChain(ChainedOptimizer):
             for leaf in self.leaves:
                 if hasattr(leaf, "grad_scaler"):
                     leaf.grad_scaler = SharedGradScaler(self.grad_scaler)
-        self.statistics_group = StatisticsGroup(_spanning(groups), device)
+        self.span = Span(_spanning(groups), device)
         self._is_replicated = not any(
             isinstance(child, LayerWiseDistributedOptimizer | DistributedOptimizer)
             for child in self.chained_optimizers
@@ -165,7 +166,7 @@ class MuonChain(ChainedOptimizer):
         norm = norms[None]
         threshold = self.config.grad_norm_skip_threshold
         if math.isfinite(threshold) and norm > threshold:
-            if self.statistics_group.is_first:
+            if self.span.is_first:
                 logger.warning("step skipped: the gradient norm %g is above %g.", norm, threshold)
             return False, norm, num_zeros
         return self.step_with_ready_grads(), norm, num_zeros
@@ -201,7 +202,7 @@ class MuonChain(ChainedOptimizer):
                 ):
                     sums += squares([param.detach().float()])
         total = torch.stack(sums).sum() if sums else 0.0
-        return math.sqrt(self.statistics_group.sum([total])[0])
+        return math.sqrt(self.span.sum([total])[0])
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Save as a file of one rank, Megatron's ``torch`` format without a parameter layout."""
@@ -220,7 +221,7 @@ class MuonChain(ChainedOptimizer):
         )
 
     def _measure(self, count_zeros: bool) -> GradStatistics:
-        return measure(self.members, self.statistics_group, count_zeros)
+        return measure(self.members, self.span, count_zeros)
 
     def _clipped(self) -> list[Member]:
         """Return what clipping scales."""
@@ -236,7 +237,7 @@ class MuonChain(ChainedOptimizer):
         """
         self._num_in_a_row += 1
         stage = 0 if getattr(self._groups, "pp", None) is None else self._groups.pp.rank()
-        name, number = first_non_finite(self.members, stage, self.statistics_group)
+        name, number = first_non_finite(self.members, stage, self.span)
         others = f" and of {number - 1} more" * (number > 1)
         limit = self.settings.max_skipped_steps
         if self._num_in_a_row > limit:
@@ -247,7 +248,7 @@ class MuonChain(ChainedOptimizer):
                 f"and the loss, lower the learning rate, or raise --muon-max-skipped-steps "
                 f"({limit})."
             )
-        if self.statistics_group.is_first:
+        if self.span.is_first:
             logger.warning(
                 "step skipped: the gradient of %s%s has inf or NaN (%d in a row, of %d allowed; "
                 "%d in all)",

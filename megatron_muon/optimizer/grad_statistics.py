@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import optimizer as host
 
+from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
 
 
@@ -71,43 +71,6 @@ class GradStatistics:
     num_zeros: int | None
 
 
-class StatisticsGroup:
-    """All ranks that step a part of a model, each part counted on one rank.
-
-    Attributes:
-        stages: Process groups that span them: one, or the model-parallel and then the
-            data-parallel one, whose product they are.
-    """
-
-    def __init__(self, stages: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Name the groups and where reductions run."""
-        self.stages = [group for group in stages if group.size() > 1]
-        self._device = device
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank."""
-        return all(group.rank() == 0 for group in self.stages)
-
-    def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """Sum numbers over all ranks, in fp64; collective."""
-        tensors = [torch.as_tensor(value, dtype=torch.float64).to(self._device).view(())
-                   for value in values]  # fmt: skip
-        total = torch.stack(tensors)
-        for group in self.stages:
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-        return [float(value) for value in total.tolist()]
-
-    def gather[T](self, value: T) -> list[T]:
-        """Return the value of every rank; collective."""
-        values = [value]
-        for group in self.stages:
-            parts: list[list[T] | None] = [None] * group.size()
-            dist.all_gather_object(parts, values, group=group)
-            values = [item for part in parts if part is not None for item in part]
-        return values
-
-
 def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the sum of squares of each tensor, in fp64.
 
@@ -120,12 +83,12 @@ def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_mul(norms, norms))
 
 
-def measure(members: Sequence[Member], group: StatisticsGroup, count_zeros: bool) -> GradStatistics:
+def measure(members: Sequence[Member], span: Span, count_zeros: bool) -> GradStatistics:
     """Measure the unscaled main gradients of all ranks in one reduction; collective.
 
     Args:
         members: What this rank steps.
-        group: All ranks.
+        span: All ranks.
         count_zeros: Whether to count zeros.
     """
     present = [(member, member.grad) for member in members if member.grad is not None]
@@ -147,7 +110,7 @@ def measure(members: Sequence[Member], group: StatisticsGroup, count_zeros: bool
         zeros = [grad.numel() - torch.count_nonzero(grad)
                  for member, grad in present if member.is_counted]  # fmt: skip
         values.append(torch.stack(zeros).sum() if zeros else zero)
-    total_bad, *rest = group.sum(values)
+    total_bad, *rest = span.sum(values)
     norms = {
         norm_group: math.sqrt(rest[2 * i]) if math.isfinite(rest[2 * i]) else math.inf
         for i, norm_group in enumerate(norm_groups())
@@ -156,15 +119,13 @@ def measure(members: Sequence[Member], group: StatisticsGroup, count_zeros: bool
     return GradStatistics(total_bad == 0, norms, int(rest[-1]) if count_zeros else None)
 
 
-def first_non_finite(
-    members: Sequence[Member], stage: int, group: StatisticsGroup
-) -> tuple[str, int]:
+def first_non_finite(members: Sequence[Member], stage: int, span: Span) -> tuple[str, int]:
     """Return the first parameter, in the model's order, whose gradient is not finite; collective.
 
     Args:
         members: What this rank steps.
         stage: Its pipeline stage.
-        group: All ranks.
+        span: All ranks.
 
     Returns:
         Its name and how many parameters have such gradients.
@@ -174,7 +135,7 @@ def first_non_finite(
         for member in members
         if member.grad is not None and not bool(member.grad.isfinite().all())
     ]
-    found = {place for places in group.gather(own) for place in places}
+    found = {place for places in span.gather(own) for place in places}
     return (min(found)[2] if found else "none of them now"), len({name for _, _, name in found})
 
 

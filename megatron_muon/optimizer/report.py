@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron_muon.bookkeeping.plan import GridSize, Plan
 from megatron_muon.bookkeeping.routing import Route
+from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.config import MuonSettings
@@ -154,24 +152,19 @@ class Report:
         atexit.register(report._write_or_stop)
         return report
 
-    def add_step(self, account: StepAccount, skipped: bool) -> None:
-        """Sum what all ranks did in a step and add the row; collective over all ranks."""
+    def add_step(self, account: StepAccount, skipped: bool, span: Span) -> None:
+        """Sum what all ranks did in a step and add the row; collective over ``span``."""
         traffic = account.traffic
-        sums = torch.tensor(
-            [account.newton_schulz_calls, account.newton_schulz_flops, traffic.calls,
-             traffic.nbytes],
-            dtype=torch.float64,
+        calls, flops, collectives, nbytes = map(
+            int,
+            span.sum(
+                [account.newton_schulz_calls, account.newton_schulz_flops, traffic.calls,
+                 traffic.nbytes]
+            ),
         )  # fmt: skip
-        tops = torch.tensor(
-            [traffic.peak_scratch_nbytes, *(account.seconds.get(name, 0.0) for name in _PHASES)],
-            dtype=torch.float64,
+        peak, *seconds = span.max(
+            [traffic.peak_scratch_nbytes, *(account.seconds.get(name, 0.0) for name in _PHASES)]
         )
-        device = "cpu" if dist.get_backend(dist.group.WORLD) == "gloo" else "cuda"
-        sums, tops = sums.to(device), tops.to(device)
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=dist.group.WORLD)
-        dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-        calls, flops, collectives, nbytes = (int(value) for value in sums.tolist())
-        peak, *seconds = tops.tolist()
         self.steps.append(
             {
                 "newton_schulz_calls": calls,
@@ -227,7 +220,7 @@ def record_steps(optimizer: Any, muons: Sequence[OwnedMuon], report: Report) -> 
         account = StepAccount()
         for muon in muons:
             account.add(muon.account)
-        report.add_step(account, skipped=not result[0])
+        report.add_step(account, not result[0], optimizer.span)
         return result
 
     optimizer.step = recorded_step

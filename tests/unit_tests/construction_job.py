@@ -350,7 +350,8 @@ SCENARIOS: dict[str, tuple[int, Callable[[], Any]]] = {
             report_on_one_rank, report_in_no_folder, no_matrix, exclude_nothing,
             include_vector, no_tags_without_a_layout, exclude_too_late, exclude_by_flag,
             other_rules_on_the_same_model,
-            fp16, precision_aware, gather_with_the_step, cpu_offload, deprecated_name, overrides_of_the_caller, overlap_of_ddp_decides,
+            fp16, precision_aware, gather_with_the_step, cpu_offload, deprecated_name,
+            overrides_of_the_caller, overlap_of_ddp_decides,
             momentum_is_made_at_once, frozen_matrices,
         )
     },

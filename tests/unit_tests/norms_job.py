@@ -311,10 +311,10 @@ def all_counted(optimizer: Any, chunks: list[Any]) -> Values:
 def mp_only(optimizer: Any, chunks: list[Any]) -> Values:
     from megatron.core import parallel_state
 
-    from megatron_muon.optimizer.grad_statistics import StatisticsGroup
+    from megatron_muon.collectives.span import Span
 
-    group = StatisticsGroup([parallel_state.get_model_parallel_group()], torch.device("cpu"))
-    with mock.patch.object(optimizer, "statistics_group", group):
+    group = Span([parallel_state.get_model_parallel_group()], torch.device("cpu"))
+    with mock.patch.object(optimizer, "span", group):
         return values(optimizer, chunks)
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.optimizer.grad_statistics import Member, StatisticsGroup, clip, measure
+from megatron_muon.optimizer.grad_statistics import Member, clip, measure
 from megatron_muon.testing.ranks import run_ranks
 from tests.unit_tests.norms_job import (
     Expected,
@@ -325,7 +326,7 @@ def member(grad: torch.Tensor | None, norm_group: str | None = None, *, is_count
 
 
 def measure_alone(*members: Member, device: str = "cpu"):
-    return measure(members, StatisticsGroup([], torch.device(device)), count_zeros=True)
+    return measure(members, Span([], torch.device(device)), count_zeros=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
