@@ -20,7 +20,8 @@ from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import UnsupportedError
 from megatron_muon.integration.ddp import ROUTE
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer, wrap_whole
+from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
+from megatron_muon.optimizer.masters import wrap_whole
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_layout import buffers_of
 
@@ -127,7 +128,7 @@ def build_replicated(
         if members:
             pairs.append(_whole_scalar(config, model_chunks, members, groups, settings))
         for optimizer, init_fn in pairs:
-            child = wrap_whole(optimizer, config, init_fn)
+            child = wrap_whole(optimizer, config, init_fn, gathers=False)
             child.grad_stats_parallel_group = groups.tp_ep_pp if is_expert else groups.mp
             child.tp_group = groups.tp
             child.expert_tp_group = getattr(groups, "expt_tp", groups.tp)

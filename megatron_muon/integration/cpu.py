@@ -3,13 +3,14 @@
 Megatron-Core asks ``torch.cuda`` for devices, streams, events and random-number state, and passes
 ``"cuda"`` devices to factory functions. Each row of the table answers one of these from the CPU and
 names the upstream code that asks, inside the ``megatron`` package. What torch answers by itself
-without a device (memory counters, ``empty_cache``) has no row, and nothing outside ``torch.cuda``
-and device arguments changes: ``torch.accelerator`` still says that there is no device, and a tensor
-made on the CPU takes the very path it took before.
+without a device (memory counters, ``empty_cache``) has no row, and of torch nothing outside
+``torch.cuda`` and device arguments changes: ``torch.accelerator`` still says that there is no
+device, and a tensor made on the CPU takes the very path it took before.
 
 The stand-ins are in modules beside this one: :mod:`~megatron_muon.integration.cpu_streams`,
 :mod:`~megatron_muon.integration.cpu_devices`, :mod:`~megatron_muon.integration.cpu_compile`,
-:mod:`~megatron_muon.integration.cpu_quiet` and :mod:`~megatron_muon.integration.cpu_flags`.
+:mod:`~megatron_muon.integration.cpu_quiet`, :mod:`~megatron_muon.integration.cpu_flags` and
+:mod:`~megatron_muon.integration.cpu_mxfp8`, which stands in for Transformer Engine's MXFP8 weights.
 ``scripts/bench_cpu_standin.py`` measures their share of a training step.
 """
 
@@ -19,14 +20,16 @@ import functools
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon.integration import cpu_devices as devices
+from megatron_muon.integration import cpu_mxfp8
 from megatron_muon.integration.cpu_compile import compile_rows, import_megatron
 from megatron_muon.integration.cpu_flags import supplies_cpu_flags
 from megatron_muon.integration.cpu_quiet import SILENCES
@@ -78,6 +81,7 @@ def table() -> list[Row]:
         *_device_argument_rows(),
         *_process_group_rows(),
         *_megatron_rows(),
+        *cpu_mxfp8.table(),
         *compile_rows(),
         *SILENCES,
     ]
@@ -273,7 +277,62 @@ def _process_group_rows() -> list[Patch]:
         Patch(module="torch.distributed", name="barrier", replace=_without_device_ids,
               why="gloo takes no device ids",
               needed_by="core/parallel_state.py:initialize_model_parallel"),
+        Patch(module="torch.distributed", name="all_gather", replace=_of_uneven_sizes,
+              why="gloo gathers equal sizes only",
+              needed_by="core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer"),
+        Patch(module="megatron.core.distributed.param_and_grad_buffer",
+              name="_LayerwiseAllGatherHandle.wait", replace=_waits_for_all,
+              why="gloo's collectives do not end in order",
+              needed_by="core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup"),
     ]  # fmt: skip
+
+
+class _Works:
+    """Several asynchronous collectives as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *args: Any) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait(*args)
+
+
+def _of_uneven_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``all_gather``: parts of different sizes are broadcast one by one."""
+
+    @functools.wraps(function)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        if len({part.numel() for part in tensor_list}) == 1:
+            return function(tensor_list, tensor, group=group, async_op=async_op)
+        group = group or dist.group.WORLD
+        own = tensor_list[group.rank()]
+        if own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor)
+        works = [
+            dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=async_op)
+            for rank, part in enumerate(tensor_list)
+            if part.numel()
+        ]
+        return _Works(works) if async_op else None
+
+    return all_gather
+
+
+def _waits_for_all(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``_LayerwiseAllGatherHandle.wait``, which waits for the last collective only."""
+
+    @functools.wraps(function)
+    def wait(self: Any) -> None:
+        for handle in self.handles[:-1]:
+            handle.wait()
+        function(self)
+
+    return wait
 
 
 def _over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from megatron_muon.integration.install import installation
 from megatron_muon.integration.names import named_parameters, route_parameter
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 from megatron_muon.optimizer.param_layout import LAYOUT
+from megatron_muon.optimizer.param_sync import STAGING, Staging
 
 MUON_NAMES = ("muon", "dist_muon")
 """Values of ``--optimizer`` that mean Muon; Megatron deprecates the second."""
@@ -114,6 +115,24 @@ def partitions_by_owner(function: Callable[..., list[Any]]) -> Callable[..., lis
         return [group for part in owners.values() for group in function(part, *args, **kwargs)]
 
     return partition_buckets
+
+
+def stages_before_gather(function: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``start_param_sync`` of a bucket group: what it gathers is written right before.
+
+    Megatron writes the masters of its own ``DistributedOptimizer`` only, and in some modes only
+    in its training loop.
+    """
+
+    @functools.wraps(function)
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        staging: Staging | None = getattr(self, STAGING, None)
+        is_under_way = force_sync and self.param_gather_handle is not None
+        if staging is not None and not is_under_way:
+            staging.stage()
+        function(self, force_sync)
+
+    return start_param_sync
 
 
 def dispatches_layout(original: Any) -> Any:

@@ -46,7 +46,8 @@ from megatron_muon.integration.params_norm import watch_params_norm
 from megatron_muon.integration.start import announce
 from megatron_muon.optimizer.chain import MuonChain
 from megatron_muon.optimizer.config import MuonSettings, resolve
-from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer, masters_of
+from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
+from megatron_muon.optimizer.masters import masters_of
 from megatron_muon.optimizer.muon import Groups, OwnedMuon
 from megatron_muon.optimizer.param_layout import MuonParamLayout, published_kind, verify_layout
 
@@ -82,6 +83,7 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
                 groups,
                 settings,
                 _device(routes),
+                model_chunks,
             )
 
         optimizer = raise_together(chained, world)

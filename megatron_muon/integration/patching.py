@@ -49,6 +49,7 @@ class Patch:
             its place.
         why: What fails or goes wrong without the row.
         needed_by: The upstream line that needs it, ``path:symbol``.
+        vacant: Whether the name is one that may be missing, or ``None``, until it is replaced.
     """
 
     module: str
@@ -56,6 +57,7 @@ class Patch:
     replace: Callable[[Any], Any]
     why: str
     needed_by: str
+    vacant: bool = False
 
     @property
     def target(self) -> str:

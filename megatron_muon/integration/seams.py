@@ -120,7 +120,9 @@ def _description(row: Row) -> Iterator[str]:
 
 
 def _is_checked(row: Row) -> bool:
-    return isinstance(row, Seam) or (isinstance(row, Patch) and row.module.startswith("megatron."))
+    if isinstance(row, Seam):
+        return True
+    return isinstance(row, Patch) and row.module.startswith("megatron.") and not row.vacant
 
 
 def _misfits(rows: Iterable[Row]) -> Iterator[str]:
@@ -282,6 +284,14 @@ def _layout_seams() -> list[Seam]:
             needed_by="core/distributed/distributed_data_parallel.py:DistributedDataParallel",
             expected=_takes("buffers", "force_single_bucket_group",
                             "reduce_scatter_with_fp32_accumulation"),
+        ),
+        Seam(
+            module="megatron.core.distributed.param_and_grad_buffer",
+            name="_ParamAndGradBucketGroup.start_param_sync",
+            replace=ddp.stages_before_gather,
+            why="a gather through a borrowed gradient buffer needs the masters written before it",
+            needed_by="core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup",
+            expected=_takes("self", "force_sync"),
         ),
     ]  # fmt: skip
 

@@ -35,8 +35,9 @@ from megatron_muon.optimizer.grad_statistics import (
     measure,
     squares,
 )
-from megatron_muon.optimizer.layer_wise import masters_of
+from megatron_muon.optimizer.masters import forget_initial_values, masters_of
 from megatron_muon.optimizer.muon import OwnedMuon
+from megatron_muon.optimizer.param_sync import install_staging
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class MuonChain(ChainedOptimizer):
         groups: Any,
         settings: MuonSettings,
         device: torch.device,
+        model_chunks: Sequence[Any],
     ) -> None:
         """Take charge of the children.
 
@@ -74,6 +76,7 @@ class MuonChain(ChainedOptimizer):
             groups: Process groups of the model.
             settings: The resolved settings.
             device: Where the parameters are.
+            model_chunks: The model's chunks.
         """
         super().__init__(list(children))
         self.settings, self._groups = settings, groups
@@ -103,6 +106,10 @@ class MuonChain(ChainedOptimizer):
             for leaf in self.leaves
             for param, master in masters_of(leaf).items()
         ]
+        forget_initial_values(model_chunks)
+        self.stagings = install_staging(
+            self.leaves, [chunk for chunk in model_chunks if hasattr(chunk, "bucket_groups")]
+        )
         self.num_skipped = 0
         self._num_in_a_row = 0
         self._statistics: GradStatistics | None = None

@@ -6,22 +6,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-)
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by, held_by_slices
+from megatron_muon.collectives.whole_params import gather_whole
 from megatron_muon.errors import PlanError, UnsupportedError
 from megatron_muon.optimizer.grad_scaler import make_grad_scaler
+from megatron_muon.optimizer.masters import (
+    is_quantized,
+    masters_of,
+    quantize,
+    set_values,
+    wrap_whole,
+)
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_layout import (
     MuonParamLayout,
@@ -118,28 +121,31 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         init_fns: list[Callable[..., None]] | None,
         chunks: list[Any],
     ) -> None:
-        """Let Megatron narrow the optimizers to what this rank owns, and wrap them."""
-        super().__init__(optimizers, config, pg_collection, init_fns, chunks)
-        if not config.bf16:
-            # Megatron wraps the children for bf16 only; a raw child dies at its first step.
-            ChainedOptimizer.__init__(
-                self,
-                [
-                    wrap_whole(optimizer, config, init_fn)
-                    for optimizer, init_fn in zip(
-                        optimizers, init_fns or len(optimizers) * (None,), strict=True
-                    )
-                ],
-            )
-            self.model_chunks = chunks
+        """Narrow the optimizers to what this rank owns, and wrap them.
+
+        In the place of Megatron's constructor (0.19.2, layer_wise_optimizer.py:428), which wraps
+        for bf16 only and knows no quantized weights.
+        """
+        self.pg_collection = pg_collection
+        self.dp_cp = getattr(pg_collection, "dp_cp", None)
+        self.expt_dp = getattr(pg_collection, "expt_dp", None)
+        layouts = [chunk.full_param_layout for chunk in chunks
+                   if getattr(chunk, "full_param_layout", None) is not None]  # fmt: skip
+        self.shard_params(optimizers, layouts or None)
+        self.use_buffer_param_sync = bool(layouts)
         # DDP's hooks gather the parameters, so DDP's config decides and not the optimizer's.
         self.overlap_param_gather = _overlaps_param_gather(chunks)
-        if self.overlap_param_gather and not self.use_buffer_param_sync:
-            if self._broadcasts:
-                raise UnsupportedError(
-                    "--overlap-param-gather together with --no-use-layer-wise-param-layout makes "
-                    "gathers of uneven size, which gloo does not have. Drop one of the two flags."
+        ChainedOptimizer.__init__(
+            self,
+            [
+                wrap_whole(optimizer, config, init_fn, gathers=True)
+                for optimizer, init_fn in zip(
+                    optimizers, init_fns or len(optimizers) * (None,), strict=True
                 )
+            ],
+        )
+        self.model_chunks = chunks
+        if self.overlap_param_gather and not self.use_buffer_param_sync:
             self.set_bucket_layerwise_params_list(chunks)
 
     def _init_flat(
@@ -233,17 +239,34 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             )
 
     @property
-    def _broadcasts(self) -> bool:
-        """Whether owners broadcast their matrices: gloo takes no gathers of uneven size."""
-        return self.dp_cp is not None and dist.get_backend(self.dp_cp) == "gloo"
+    def layerwise_param_sync_via_bucket_group(self) -> bool:
+        """Whether DDP's bucket groups gather new weights; else this optimizer does, by itself."""
+        return self.use_buffer_param_sync or self.overlap_param_gather
+
+    def _should_defer_mxfp8_param_sync(self) -> bool:
+        """Never hold back the gather of scalar buckets: theirs is not this optimizer's to start."""
+        return False
 
     @torch.no_grad()
     def allgather_params(self) -> None:
         """Bring every owner's parameters to all ranks, where DDP was given no layout."""
-        if self._broadcasts:
-            self.broadcast_params()
-        else:
-            super().allgather_params()
+        masters = {
+            param: master
+            for child in self.chained_optimizers
+            for param, master in masters_of(child).items()
+            if is_quantized(param)
+        }
+        quantize(masters.items())
+
+        def value_of(param: torch.nn.Parameter) -> torch.Tensor:
+            return masters[param].to(param.dtype) if param in masters else param.detach()
+
+        for owners, group in (
+            (self.dp_cp_params_list, self.dp_cp),
+            (self.expt_dp_params_list, self.expt_dp),
+        ):
+            if owners and group is not None:
+                gather_whole(owners, group, value_of, set_values)
 
     def owned_matrices(
         self, matrices: Mapping[torch.nn.Parameter, LogicalMatrix]
@@ -340,51 +363,6 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             for owner, params in enumerate(lists or []):
                 owners.update(dict.fromkeys(params, owner))
         return owners
-
-
-def wrap_whole(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, init_fn: Callable[..., None] | None
-) -> Any:
-    """Put Megatron's wrapper around a torch optimizer that steps whole parameters.
-
-    Args:
-        optimizer: Over the parameters this rank steps.
-        config: Megatron's optimizer config.
-        init_fn: Makes its state.
-    """
-    if config.fp16 or config.bf16:
-        return Float16OptimizerWithFloat16Params(
-            optimizer, config, make_grad_scaler(config), init_fn
-        )
-    return FP32Optimizer(optimizer, config, init_fn)
-
-
-def masters_of(child: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Return what a wrapped child steps on this rank, by model parameter.
-
-    Args:
-        child: A ``DistributedOptimizer``, which steps flat pieces, or one of Megatron's other
-            wrappers, which step whole parameters.
-    """
-    if isinstance(child, DistributedOptimizer):
-        pairs = [
-            (child.model_float16_groups, child.shard_fp32_from_float16_groups),
-            (child.model_fp32_groups, child.shard_fp32_groups),
-        ]
-    elif hasattr(child, "float16_groups"):
-        pairs = [
-            (child.float16_groups, child.fp32_from_float16_groups),
-            (child.fp32_from_fp32_groups, child.fp32_from_fp32_groups),
-        ]
-    else:
-        own = [group["params"] for group in child.optimizer.param_groups]
-        pairs = [(own, own)]
-    return {
-        param: master
-        for models, masters in pairs
-        for model_group, master_group in zip(models, masters, strict=True)
-        for param, master in zip(model_group, master_group, strict=True)
-    }
 
 
 def split_by_expert(optimizer: Any) -> Iterator[OwnedMuon]:

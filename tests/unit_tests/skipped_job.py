@@ -172,7 +172,7 @@ class _Run:
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        from megatron_muon.optimizer.layer_wise import masters_of
+        from megatron_muon.optimizer.masters import masters_of
 
         config = optimizer_config(self.case)
         for name, value in self.script.config:

@@ -1,0 +1,149 @@
+"""fp32 masters of whole parameters, of quantized weights too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _param_uses_quantized_storage
+from megatron.core.fp8_utils import copy_tensor_to_quantized_param
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron_muon.optimizer.grad_scaler import make_grad_scaler
+
+Pairs = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
+
+
+class MasterOptimizer(Float16OptimizerWithFloat16Params):
+    """Megatron's wrapper with masters of whole fp16, bf16 and quantized parameters.
+
+    The master of a quantized weight starts from the bf16 value that the weight was quantized from,
+    where that is kept. A step leaves the quantized weights of a distributed optimizer alone: they
+    are made of what their gather brings, once.
+
+    Attributes:
+        gathers: Whether new weights are gathered from their owners after a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        init_fn: Callable[..., None] | None,
+        gathers: bool,
+    ) -> None:
+        """Make the masters.
+
+        Args:
+            optimizer: Over the parameters this rank steps.
+            config: Megatron's optimizer config.
+            init_fn: Makes the optimizer's state.
+            gathers: Whether new weights are gathered from their owners after a step.
+        """
+        super().__init__(optimizer, config, make_grad_scaler(config), init_fn)
+        self.gathers = gathers
+        for param, master in self._pairs():
+            if is_quantized(param) and hasattr(param, "get_high_precision_init_val"):
+                # Megatron's own wrapper starts from the quantized value.
+                master.data.copy_(param.get_high_precision_init_val().view(master.shape))
+
+    def _pairs(self) -> Pairs:
+        return masters_of(self).items()
+
+    def _get_model_and_main_params_data_float16(
+        self,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the data of models and masters that are copied as they are."""
+        pairs = [(p, m) for p, m in self._pairs() if not is_quantized(p) and p is not m]
+        return [param.data for param, _ in pairs], [master.data for _, master in pairs]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        super()._copy_main_params_to_model_params()
+        if not self.gathers:
+            quantize((p, m) for p, m in self._pairs() if is_quantized(p))
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        super()._copy_model_params_to_main_params(state_dict)
+        for param, master in self._pairs():
+            if is_quantized(param):
+                master.data.copy_(param.detach().float())
+
+
+def wrap_whole(
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    init_fn: Callable[..., None] | None,
+    gathers: bool,
+) -> Any:
+    """Put Megatron's wrapper around a torch optimizer that steps whole parameters.
+
+    Args:
+        optimizer: Over the parameters this rank steps.
+        config: Megatron's optimizer config.
+        init_fn: Makes its state.
+        gathers: Whether new weights are gathered from their owners after a step.
+    """
+    if config.fp16 or config.bf16:
+        return MasterOptimizer(optimizer, config, init_fn, gathers)
+    return FP32Optimizer(optimizer, config, init_fn)
+
+
+def masters_of(child: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Return what a wrapped child steps on this rank, by model parameter.
+
+    Args:
+        child: A ``DistributedOptimizer``, which steps flat pieces, or one of Megatron's other
+            wrappers, which step whole parameters.
+    """
+    if isinstance(child, DistributedOptimizer):
+        pairs = [
+            (child.model_float16_groups, child.shard_fp32_from_float16_groups),
+            (child.model_fp32_groups, child.shard_fp32_groups),
+        ]
+    elif hasattr(child, "float16_groups"):
+        pairs = [
+            (child.float16_groups, child.fp32_from_float16_groups),
+            (child.fp32_from_fp32_groups, child.fp32_from_fp32_groups),
+        ]
+    else:
+        own = [group["params"] for group in child.optimizer.param_groups]
+        pairs = [(own, own)]
+    return {
+        param: master
+        for models, masters in pairs
+        for model_group, master_group in zip(models, masters, strict=True)
+        for param, master in zip(model_group, master_group, strict=True)
+    }
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Whether a parameter keeps quantized bytes and no bf16 values."""
+    return bool(_param_uses_quantized_storage(param))
+
+
+def quantize(pairs: Pairs) -> None:
+    """Make quantized weights of their masters, rounded to bf16 first as what travels is."""
+    for param, master in pairs:
+        set_values(param, master.to(param.dtype))
+
+
+def set_values(param: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Give a weight new values of its dtype and shape; quantized ones are made of them."""
+    if is_quantized(param):
+        copy_tensor_to_quantized_param(param, values)
+    else:
+        param.data.copy_(values)
+
+
+def forget_initial_values(model_chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the values that quantized weights were made of, on every rank, once masters are made.
+
+    Megatron frees those of the weights that a rank steps and keeps the others for good.
+    """
+    for chunk in model_chunks:
+        for param in chunk.parameters():
+            if hasattr(param, "clear_high_precision_init_val"):
+                param.clear_high_precision_init_val()
