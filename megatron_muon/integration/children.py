@@ -20,6 +20,7 @@ from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.errors import UnsupportedError
 from megatron_muon.integration.ddp import ROUTE
 from megatron_muon.optimizer.config import MuonSettings
+from megatron_muon.optimizer.grad_scaler import SharedGradScaler
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 from megatron_muon.optimizer.masters import wrap_whole
 from megatron_muon.optimizer.muon import OwnedMuon
@@ -35,6 +36,7 @@ def build_on_layout(
     config_overrides: Mapping[ParamKey, Any],
     groups: Any,
     settings: MuonSettings,
+    grad_scaler: SharedGradScaler | None,
     kinds: Set[Kind],
 ) -> list[Any]:
     """Build Muon over the matrices and byte-sharded scalar optimizers, for buffers laid out by us.
@@ -45,6 +47,7 @@ def build_on_layout(
         config_overrides: The caller's overrides of parameter groups.
         groups: Process groups of the model.
         settings: The resolved settings.
+        grad_scaler: What the children have of the job's scaler.
         kinds: What parameters some rank has. Each kind has its optimizer on every rank, empty
             where a pipeline stage has none, since all take part in its collectives.
     """
@@ -59,7 +62,12 @@ def build_on_layout(
         muons = _muons(param_groups, settings)
         children.append(
             LayerWiseMuonOptimizer(
-                list(muons), config, groups, [_init_muon] * len(muons), list(model_chunks)
+                list(muons),
+                config,
+                groups,
+                [_init_muon] * len(muons),
+                list(model_chunks),
+                grad_scaler,
             )
         )
     scalars = []
@@ -69,9 +77,10 @@ def build_on_layout(
             if not _is_muon(group) and group["is_expert_parallel"] == is_expert
         ]  # fmt: skip
         if kind in kinds:
-            scalars.append(
-                _sharded_scalar(config, model_chunks, members, groups, settings, is_expert)
-            )
+            scalar = _sharded_scalar(config, model_chunks, members, groups, settings, is_expert)
+            # Megatron's factory gives each a scaler of its own.
+            scalar.grad_scaler = grad_scaler
+            scalars.append(scalar)
     for child in scalars[:-1]:
         # Each would gather the buckets of all of them: the last does, when all have stepped.
         child._defer_param_sync = True
@@ -84,6 +93,7 @@ def build_layer_wise(
     config_overrides: Mapping[ParamKey, Any],
     groups: Any,
     settings: MuonSettings,
+    grad_scaler: SharedGradScaler | None,
 ) -> list[Any]:
     """Build one layer-wise optimizer over whole parameters, for buffers that nobody laid out.
 
@@ -93,6 +103,7 @@ def build_layer_wise(
         config_overrides: The caller's overrides of parameter groups.
         groups: Process groups of the model.
         settings: The resolved settings.
+        grad_scaler: What the children have of the job's scaler.
     """
     param_groups = _param_groups(config, model_chunks, config_overrides, settings)
     pairs = [(muon, _init_muon) for muon in _muons(param_groups, settings)]
@@ -100,7 +111,11 @@ def build_layer_wise(
     if members:
         pairs.append(_whole_scalar(config, model_chunks, members, groups, settings))
     optimizers, init_fns = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return [LayerWiseMuonOptimizer(optimizers, config, groups, init_fns, list(model_chunks))]
+    return [
+        LayerWiseMuonOptimizer(
+            optimizers, config, groups, init_fns, list(model_chunks), grad_scaler
+        )
+    ]
 
 
 def build_replicated(
@@ -109,6 +124,7 @@ def build_replicated(
     config_overrides: Mapping[ParamKey, Any],
     groups: Any,
     settings: MuonSettings,
+    grad_scaler: SharedGradScaler | None,
 ) -> list[Any]:
     """Build optimizers that step every parameter on every data-parallel rank.
 
@@ -118,6 +134,7 @@ def build_replicated(
         config_overrides: The caller's overrides of parameter groups.
         groups: Process groups of the model.
         settings: The resolved settings.
+        grad_scaler: What the children have of the job's scaler.
     """
     param_groups = _param_groups(config, model_chunks, config_overrides, settings)
     children = []
@@ -128,8 +145,9 @@ def build_replicated(
         if members:
             pairs.append(_whole_scalar(config, model_chunks, members, groups, settings))
         for optimizer, init_fn in pairs:
-            child = wrap_whole(optimizer, config, init_fn, gathers=False)
-            child.grad_stats_parallel_group = groups.tp_ep_pp if is_expert else groups.mp
+            child = wrap_whole(optimizer, config, grad_scaler, init_fn, gathers=False)
+            model_parallel = getattr(groups, "tp_ep_pp" if is_expert else "mp", None)
+            child.grad_stats_parallel_group = model_parallel
             child.tp_group = groups.tp
             child.expert_tp_group = getattr(groups, "expt_tp", groups.tp)
             children.append(child)

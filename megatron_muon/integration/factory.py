@@ -44,10 +44,11 @@ from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, r
 from megatron_muon.integration.install import installation
 from megatron_muon.integration.params_norm import watch_params_norm
 from megatron_muon.integration.start import announce
-from megatron_muon.optimizer.chain import MuonChain
+from megatron_muon.optimizer.chain import MuonChain, spanning_groups
 from megatron_muon.optimizer.config import MuonSettings, resolve
+from megatron_muon.optimizer.grad_scaler import make_grad_scaler, shared
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
-from megatron_muon.optimizer.masters import masters_of
+from megatron_muon.optimizer.masters import leaves, masters_of
 from megatron_muon.optimizer.muon import Groups, OwnedMuon
 from megatron_muon.optimizer.param_layout import MuonParamLayout, published_kind, verify_layout
 
@@ -69,31 +70,41 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if config.optimizer not in MUON_NAMES:
             return original(config, model_chunks, config_overrides, pg_collection)
-        world = dist.group.WORLD
-        assert world is not None
-        settings, routes = raise_together(lambda: _checked(config, model_chunks), world)
-        kinds = _check_routes(routes, model_chunks, settings)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        ranks = _ranks_of(groups)
+        settings, routes = raise_together(lambda: _checked(config, model_chunks), ranks)
+        kinds = _check_routes(routes, model_chunks, settings, ranks)
         build = _builder(model_chunks, settings, kinds)
 
         def chained() -> MuonChain:
+            scaler = make_grad_scaler(config)
+            overrides = config_overrides or {}
             return MuonChain(
-                build(config, model_chunks, config_overrides or {}, groups, settings),
+                build(config, model_chunks, overrides, groups, settings, shared(scaler)),
                 {param: route.facts.name for param, route in routes.items()},
                 groups,
                 settings,
+                scaler,
                 _device(routes),
                 model_chunks,
             )
 
-        optimizer = raise_together(chained, world)
-        plan = _bind(optimizer, routes, config, settings, groups)
+        optimizer = raise_together(chained, ranks)
+        plan = _bind(optimizer, routes, config, settings, groups, ranks)
         watch_params_norm(model_chunks, optimizer)
         muons = [child.optimizer for child in find_muon_children(optimizer)]
-        announce(optimizer, list(routes.values()), plan, settings, muons)
+        announce(optimizer, list(routes.values()), plan, settings, muons, ranks)
         return optimizer
 
     return _get_megatron_emerging_optimizer
+
+
+def _ranks_of(groups: Any) -> dist.ProcessGroup:
+    """Return one group of all ranks of the model; where there is none, of the whole job."""
+    spanning = spanning_groups(groups)
+    world = dist.group.WORLD
+    assert world is not None
+    return spanning[0] if len(spanning) == 1 else world
 
 
 def _builder(
@@ -204,7 +215,10 @@ def _routes(model_chunks: Sequence[Any], settings: MuonSettings) -> Routes:
 
 
 def _check_routes(
-    routes: Routes, model_chunks: Sequence[Any], settings: MuonSettings
+    routes: Routes,
+    model_chunks: Sequence[Any],
+    settings: MuonSettings,
+    ranks: dist.ProcessGroup,
 ) -> frozenset[Kind]:
     """Check over all pipeline stages that every rule matches and that there is a matrix.
 
@@ -213,8 +227,6 @@ def _check_routes(
     Returns:
         The kinds of parameters that some rank has: all ranks have to chain the same optimizers.
     """
-    world = dist.group.WORLD
-    assert world is not None
     names = [route.facts.name for route in routes.values()]
     kinds = sorted({_kind(param, route) for param, route in routes.items()})
     num_frozen = sum(
@@ -225,7 +237,7 @@ def _check_routes(
     blocks = sorted({b.name for route in routes.values() if route.matrix is not None
                      for b in route.matrix.blocks})  # fmt: skip
     own = (names, kinds, num_frozen, blocks)
-    gathered = gather_distinct(own, own, world)
+    gathered = gather_distinct(own, own, ranks)
     every_name = [name for names, *_ in gathered for name in names]
     check_rules_match(every_name, RoutingRules(exclude=settings.exclude, include=settings.include))
     every_kind = frozenset(kind for _, kinds, *_ in gathered for kind in kinds)
@@ -248,12 +260,15 @@ def _kind(param: Any, route: Route) -> Kind:
 
 
 def _bind(
-    optimizer: Any, routes: Routes, config: OptimizerConfig, settings: MuonSettings, groups: Any
+    optimizer: Any,
+    routes: Routes,
+    config: OptimizerConfig,
+    settings: MuonSettings,
+    groups: Any,
+    ranks: dist.ProcessGroup,
 ) -> Plan:
     """Make the plan, compare it across ranks, and tell each Muon its part."""
     matrices = {p: route.matrix for p, route in routes.items() if route.matrix is not None}
-    world = dist.group.WORLD
-    assert world is not None
     layer_wise = _find_layer_wise(optimizer)
     grids = _grids(layer_wise, groups)
     sizes = {grid: GridSize(_size(g.dp), _size(g.tp)) for grid, g in grids.items()}
@@ -265,16 +280,16 @@ def _bind(
         buffer_numel = layer_wise.buffer_numel
     one_rank_each = settings.tp_mode == "owner"
     plan = raise_together(
-        lambda: make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each), world
+        lambda: make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each), ranks
     )
-    _compare_plans(plan, config, settings, groups)
+    _compare_plans(plan, config, settings, groups, ranks)
 
     def bind() -> None:
         if layer_wise is not None:
             layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
         _bind_children(optimizer, _device(routes), plan, matrices, grids)
 
-    raise_together(bind, world)
+    raise_together(bind, ranks)
     return plan
 
 
@@ -324,15 +339,17 @@ def _size(group: Any) -> int:
 
 
 def _compare_plans(
-    plan: Plan, config: OptimizerConfig, settings: MuonSettings, groups: Any
+    plan: Plan,
+    config: OptimizerConfig,
+    settings: MuonSettings,
+    groups: Any,
+    ranks: dist.ProcessGroup,
 ) -> None:
     """Compare settings and plans: dense matrices in a pipeline stage, experts among their copies.
 
     Raises:
         PlanError: Two ranks differ; the same error on every rank.
     """
-    world = dist.group.WORLD
-    assert world is not None
     # Whether there is a report is compared, and not where: rank 0 alone writes it.
     told = replace(settings, report="FILE" if settings.report is not None else None)
     head = [f"{name} = {value}" for name, value in told.to_dict().items()]
@@ -348,9 +365,10 @@ def _compare_plans(
         ([*head, f"num_owners = {plan.num_owners}", *dense], stage),
         (experts, (stage, _rank_in(groups, "ep"))),
     ):
-        difference = first_difference(rows, key, world)
+        difference = first_difference(rows, key, ranks)
         if difference is not None:
-            rank, other_rank, row, other_row = difference
+            first, second, row, other_row = difference
+            rank, other_rank = (dist.get_global_rank(ranks, each) for each in (first, second))
             raise PlanError(
                 f"Ranks {rank} and {other_rank} disagree on the plan. First difference: rank "
                 f"{rank} has {row or 'nothing'!r}, rank {other_rank} has "
@@ -365,18 +383,10 @@ def _rank_in(groups: Any, name: str) -> int:
 
 
 def find_muon_children(optimizer: Any) -> Iterator[Any]:
-    """Yield every wrapper in Megatron's chain of optimizers whose torch optimizer is a Muon."""
-    if hasattr(optimizer, "chained_optimizers"):
-        for child in optimizer.chained_optimizers:
-            yield from find_muon_children(child)
-    elif isinstance(getattr(optimizer, "optimizer", None), OwnedMuon):
-        yield optimizer
+    """Return every wrapper in Megatron's chain of optimizers whose torch optimizer is a Muon."""
+    return (leaf for leaf in leaves(optimizer) if isinstance(leaf.optimizer, OwnedMuon))
 
 
-def _find_layer_wise(optimizer: Any) -> LayerWiseMuonOptimizer | None:
-    if isinstance(optimizer, LayerWiseMuonOptimizer):
-        return optimizer
-    for child in getattr(optimizer, "chained_optimizers", ()):
-        if isinstance(child, LayerWiseMuonOptimizer):
-            return child
-    return None
+def _find_layer_wise(optimizer: MuonChain) -> LayerWiseMuonOptimizer | None:
+    found = (c for c in optimizer.chained_optimizers if isinstance(c, LayerWiseMuonOptimizer))
+    return next(found, None)

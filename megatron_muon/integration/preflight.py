@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
+import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +33,8 @@ _TOO_LATE = (
     "script, or start it through `python -m megatron_muon run`."
 )
 
+logger = logging.getLogger(__name__)
+
 _PLAIN = (bool, int, float, str, type(None), enum.Enum, torch.dtype)
 
 
@@ -44,18 +48,27 @@ def checks_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(args, defaults or {})
         except AssertionError as error:
-            if not str(error):
-                raise
-            raise ConfigurationError(f"Megatron refuses the arguments: {error}") from None
+            refusal = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            raise ConfigurationError(f"Megatron refuses the arguments: {refusal}") from None
         if args.optimizer in MUON_NAMES:
             state = installation()
             settings = resolve(args, state.layout if state else None)
             if settings.max_skipped_steps > 0:
-                # Megatron would end training at the first, before the optimizer can skip the step.
-                args.check_for_nan_in_loss_and_grad = False
+                _leave_nan_to_the_optimizer(args)
         return result
 
     return validate_args
+
+
+def _leave_nan_to_the_optimizer(args: Any) -> None:
+    """Turn off Megatron's check, which ends training before the optimizer can skip the step."""
+    if args.check_for_nan_in_loss_and_grad:
+        args.check_for_nan_in_loss_and_grad = False
+        if args.rank == 0:
+            logger.warning(
+                "Megatron's check of losses and gradients for NaN is off: Muon skips such a step. "
+                "--muon-max-skipped-steps 0 leaves it on."
+            )
 
 
 def problems(args: argparse.Namespace) -> Iterator[str]:
@@ -98,13 +111,45 @@ def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
                 f"{flag} does not work with --muon-layout flat yet: use --muon-layout owner, or "
                 f"drop {flag}."
             )
+    if (
+        (args.save or args.load)
+        and args.ckpt_format == "torch"
+        and args.use_distributed_optimizer
+        and args.use_layer_wise_param_layout
+    ):
+        yield (
+            "--ckpt-format torch does not work with --optimizer muon and a parameter layout: use "
+            "--ckpt-format torch_dist, or add --no-use-layer-wise-param-layout."
+        )
+    if args.fp16 and args.bf16:
+        yield "--fp16 and --bf16 are both given: drop one of the two."
+    if args.use_precision_aware_optimizer:
+        yield (
+            "--use-precision-aware-optimizer does not work with --optimizer muon: drop it. "
+            "--muon-momentum-dtype bf16 halves the momentum's memory."
+        )
+    yield from _scalar_rate_problems(args)
     if args.muon_report is not None and args.rank == 0:
+        if os.path.isdir(args.muon_report):
+            yield f"--muon-report {args.muon_report} is a folder: give the name of a file in it."
         folder = os.path.dirname(os.path.abspath(args.muon_report))
         if not os.path.isdir(folder):
             yield (
                 f"--muon-report {args.muon_report}: there is no folder {folder}. Make it, or give "
                 "a file in a folder that exists."
             )
+
+
+def _scalar_rate_problems(args: argparse.Namespace) -> Iterator[str]:
+    rate, warmup = args.muon_scalar_lr, args.lr_warmup_init
+    warms_up = args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction
+    if rate is not None and warms_up and warmup > rate:
+        yield (
+            f"--lr-warmup-init is {warmup}, above --muon-scalar-lr {rate}: the scalar optimizer "
+            "would start above its rate. Lower the first."
+        )
+    if args.muon_scalar_min_lr is not None and args.lr_decay_style == "constant":
+        yield "--muon-scalar-min-lr has no effect with --lr-decay-style constant: drop it."
 
 
 def finds_data_files(original: Callable[..., Any]) -> Callable[..., Any]:

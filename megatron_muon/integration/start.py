@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
@@ -24,8 +25,9 @@ def announce(
     plan: Plan,
     settings: MuonSettings,
     muons: Sequence[OwnedMuon],
+    ranks: dist.ProcessGroup,
 ) -> None:
-    """Print the start-up block on rank 0 and, if asked for, open the report; collective.
+    """Print the start-up block on the first rank and, if asked for, open the report; collective.
 
     Args:
         optimizer: Megatron's outermost optimizer.
@@ -33,22 +35,21 @@ def announce(
         plan: The plan of this rank's pipeline stage.
         settings: The resolved settings.
         muons: The Muons inside ``optimizer``.
+        ranks: All ranks of the model.
     """
-    world = dist.group.WORLD
-    assert world is not None
     names = tuple(route.facts.name for route in routes)
-    parts = gather_distinct((routing_rows(routes, plan), plan), (plan.fingerprint, names), world)
+    parts = gather_distinct((routing_rows(routes, plan), plan), (plan.fingerprint, names), ranks)
     # A tied embedding is on two pipeline stages.
     rows = list({row["name"]: row for part, _ in parts for row in part}.values())
     plans = [part for _, part in parts]
     loads = [muon.own_load() for muon in muons]
     own_load = (sum(flops for flops, _ in loads), sum(numel for _, numel in loads))
-    summary = plan_summary(plans, gather(own_load, world))
-    if world.rank() == 0:
+    summary = plan_summary(plans, gather(own_load, ranks))
+    if ranks.rank() == 0:
         print("\n".join(_lines(rows, plans, summary, settings, optimizer)), flush=True)
     if settings.report is not None:
         report = raise_together(
-            lambda: Report.open(settings, rows, summary, writes=world.rank() == 0), world
+            lambda: Report.open(settings, rows, summary, writes=ranks.rank() == 0), ranks
         )
         record_steps(optimizer, muons, report)
 
@@ -95,12 +96,15 @@ def _lines(
 def _gradients(optimizer: MuonChain, settings: MuonSettings) -> str:
     """Say how gradients are scaled, clipped and checked."""
     config, scale = optimizer.config, float(optimizer.get_loss_scale())
-    is_dynamic = config.fp16 and not config.loss_scale
+    is_dynamic = isinstance(optimizer.grad_scaler, DynamicGradScaler)
     scaling = "no loss scale"
     if optimizer.grad_scaler is not None:
         scaling = f"dynamic loss scale from {scale:g}" if is_dynamic else f"loss scale {scale:g}"
     clipping = f"clip {config.clip_grad:g} ({settings.clip})" if config.clip_grad else "no clip"
     limit = settings.max_skipped_steps
-    skipping = f"skips the step, {limit} times in a row at most" if limit else "ends training"
-    cause = "inf or NaN at the lowest scale" if is_dynamic else "inf or NaN"
-    return f"{scaling}; {clipping}; {cause} {skipping}"
+    skipping = "inf or NaN skips the step" if limit or is_dynamic else "inf or NaN ends training"
+    if limit:
+        skipping += f", {limit} times in a row at most"
+    if is_dynamic:
+        skipping += " at the lowest scale" if limit else " and ends training at the lowest scale"
+    return f"{scaling}; {clipping}; {skipping}"

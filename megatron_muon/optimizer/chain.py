@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     GRAD_NORM_GROUP_ATTR,
     ChainedOptimizer,
-    FP32Optimizer,
 )
 from megatron.core.tensor_parallel import (
     param_is_not_gtp_duplicate,
@@ -26,7 +26,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_muon.collectives.span import Span
 from megatron_muon.errors import NonFiniteGradientError, UnsupportedError
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.grad_scaler import SharedGradScaler, can_fall, make_grad_scaler
+from megatron_muon.optimizer.grad_scaler import can_fall
 from megatron_muon.optimizer.grad_statistics import (
     GradStatistics,
     Member,
@@ -35,7 +35,7 @@ from megatron_muon.optimizer.grad_statistics import (
     measure,
     squares,
 )
-from megatron_muon.optimizer.masters import forget_initial_values, masters_of
+from megatron_muon.optimizer.masters import forget_initial_values, leaves, masters_of
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_sync import install_staging
 
@@ -65,6 +65,7 @@ class MuonChain(ChainedOptimizer):
         names: Mapping[torch.nn.Parameter, str],
         groups: Any,
         settings: MuonSettings,
+        grad_scaler: MegatronGradScaler | None,
         device: torch.device,
         model_chunks: Sequence[Any],
     ) -> None:
@@ -75,19 +76,16 @@ class MuonChain(ChainedOptimizer):
             names: Name of each trained parameter of this rank, in the model's order.
             groups: Process groups of the model.
             settings: The resolved settings.
+            grad_scaler: The scaler that the children share.
             device: Where the parameters are.
             model_chunks: The model's chunks.
         """
         super().__init__(list(children))
         self.settings, self._groups = settings, groups
-        self.leaves = list(_leaves(self.chained_optimizers))
-        self.grad_scaler = make_grad_scaler(self.config)
+        self.leaves = [leaf for leaf in leaves(self) if not leaf.is_stub_optimizer]
+        self.grad_scaler = grad_scaler
         self._no_scale = torch.ones(1, dtype=torch.float32, device=device)
-        if self.grad_scaler is not None:
-            for leaf in self.leaves:
-                if hasattr(leaf, "grad_scaler"):
-                    leaf.grad_scaler = SharedGradScaler(self.grad_scaler)
-        self.span = Span(_spanning(groups), device)
+        self.span = Span(spanning_groups(groups), device)
         self._is_replicated = not any(
             isinstance(child, LayerWiseDistributedOptimizer | DistributedOptimizer)
             for child in self.chained_optimizers
@@ -113,13 +111,14 @@ class MuonChain(ChainedOptimizer):
         self.num_skipped = 0
         self._num_in_a_row = 0
         self._statistics: GradStatistics | None = None
+        self._error: NonFiniteGradientError | None = None
 
     def get_loss_scale(self) -> torch.Tensor:
         """Return the factor on the loss, fp32 of shape (1,)."""
         return self._no_scale if self.grad_scaler is None else self.grad_scaler.scale
 
     def get_grad_stats_parallel_group(self) -> Any:
-        """Return the process group that spans all ranks, for one that measures by itself."""
+        """Return the first child's process group of gradient statistics; :attr:`span` is used."""
         return self.chained_optimizers[0].get_grad_stats_parallel_group()
 
     @torch.no_grad()
@@ -129,24 +128,26 @@ class MuonChain(ChainedOptimizer):
         Returns:
             Whether a gradient is not finite, on any rank.
         """
+        self._error = None
         with self._timer("optimizer-copy-to-main-grad"):
             for leaf in self.leaves:
-                _copy_grads(leaf)
+                leaf._copy_model_grads_to_main_grads()
         with self._timer("optimizer-unscale-and-check-inf"):
             grads = [member.grad for member in self.members if member.grad is not None]
             if self.grad_scaler is not None and grads:
                 torch._foreach_mul_(grads, self.grad_scaler.inv_scale.view(()))
             statistics = self._measure(self.config.log_num_zeros_in_grad)
         self._statistics = statistics
-        may_be_the_scale = can_fall(self.grad_scaler)
+        # A dynamic scale that can still fall is the first to blame, and mends itself.
+        is_fault = not statistics.is_finite and not can_fall(self.grad_scaler)
         if self.grad_scaler is not None:
             self.grad_scaler.update(not statistics.is_finite)
-        if not statistics.is_finite:
-            self.num_skipped += 1
-            if not may_be_the_scale:
-                self._tell_skip()
-        elif self._num_in_a_row:
+        if statistics.is_finite:
             self._num_in_a_row = 0
+        else:
+            self.num_skipped += 1
+        if is_fault:
+            self._tell_skip()
         return not statistics.is_finite
 
     @torch.no_grad()
@@ -163,6 +164,8 @@ class MuonChain(ChainedOptimizer):
         """
         self.grad_norms_by_group: dict[str, float] = {}
         if self.prepare_grads():
+            if self._error is not None:
+                raise self._error
             return False, None, None
         assert self._statistics is not None
         norms, num_zeros = self._statistics.norms, self._statistics.num_zeros
@@ -182,6 +185,23 @@ class MuonChain(ChainedOptimizer):
     def get_grad_norm(self) -> float:
         """Return the norm of all main gradients as they are now; collective."""
         return self._measure(count_zeros=False).norms[None]
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Clip what is clipped in a step, and return the norm of all main gradients; collective."""
+        norms = self._measure(count_zeros=False).norms
+        clip(self._clipped(), clip_grad, norms)
+        return norms[None]
+
+    @torch.no_grad()
+    def _compute_grad_norms_by_group(self) -> dict[str, float]:
+        norms = self._measure(count_zeros=False).norms
+        self.grad_norms_by_group = {group: norm for group, norm in norms.items() if group}
+        return self.grad_norms_by_group
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """Whether any rank steps parameters of a group with a norm of its own; collective."""
+        return grad_norm_group in self._compute_grad_norms_by_group()
 
     @torch.no_grad()
     def count_zeros(self) -> int:
@@ -237,30 +257,38 @@ class MuonChain(ChainedOptimizer):
         return [member for member in self.members if not member.is_matrix]
 
     def _tell_skip(self) -> None:
-        """Say which gradient made this step a skipped one, and give up after too many; collective.
+        """Say which gradient made this step a skipped one, an error after too many; collective.
 
-        Raises:
-            NonFiniteGradientError: There were too many.
+        The error is for :meth:`step` to raise: a caller that prepares several optimizers has others
+        that wait for it.
         """
         self._num_in_a_row += 1
         stage = 0 if getattr(self._groups, "pp", None) is None else self._groups.pp.rank()
-        name, number = first_non_finite(self.members, stage, self.span)
-        others = f" and of {number - 1} more" * (number > 1)
+        name = first_non_finite(self.members, stage, self.span)
         limit = self.settings.max_skipped_steps
         if self._num_in_a_row > limit:
-            raise NonFiniteGradientError(
-                f"The gradient of {name}{others} has inf or NaN"
-                + (f", the {self._num_in_a_row}. step in a row" if limit else "")
-                + ". Weights and optimizer are as they were before. Look for the cause in the data "
-                f"and the loss, lower the learning rate, or raise --muon-max-skipped-steps "
-                f"({limit})."
+            self._error = NonFiniteGradientError(
+                f"The gradient of {name} has inf or NaN"
+                + (f", in {self._num_in_a_row} steps in a row" if limit else "")
+                + f". Weights and optimizer are as they were before. {self._advice()}Look for the "
+                "cause in the data and the loss, lower the learning rate, or raise "
+                f"--muon-max-skipped-steps ({limit})."
             )
-        if self.span.is_first:
+        elif self.span.is_first:
             logger.warning(
-                "step skipped: the gradient of %s%s has inf or NaN (%d in a row, of %d allowed; "
+                "step skipped: the gradient of %s has inf or NaN (%d in a row, of %d allowed; "
                 "%d in all)",
-                name, others, self._num_in_a_row, limit, self.num_skipped,
+                name, self._num_in_a_row, limit, self.num_skipped,
             )  # fmt: skip
+
+    def _advice(self) -> str:
+        """Say what to do about the loss scale, if there is one."""
+        if self.grad_scaler is None:
+            return ""
+        scale = float(self.grad_scaler.scale)
+        if isinstance(self.grad_scaler, DynamicGradScaler):
+            return f"The loss scale is at its floor, --min-loss-scale {scale:g}: lower that. "
+        return f"--loss-scale {scale:g} may be too large: lower it, or drop it for a dynamic one. "
 
     def _is_counted(self, param: torch.nn.Parameter) -> bool:
         """Whether what this rank has of a parameter counts here and is no copy."""
@@ -287,29 +315,14 @@ class MuonChain(ChainedOptimizer):
         timers = self.config.timers
         if timers is not None:
             timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        yield
-        if timers is not None:
-            timers(name).stop()
+        try:
+            yield
+        finally:
+            if timers is not None:
+                timers(name).stop()
 
 
-def _leaves(children: Sequence[Any]) -> Iterator[Any]:
-    """Yield the optimizers that hold masters."""
-    for child in children:
-        if hasattr(child, "chained_optimizers"):
-            yield from _leaves(child.chained_optimizers)
-        elif not child.is_stub_optimizer:
-            yield child
-
-
-def _copy_grads(leaf: Any) -> None:
-    """Make the fp32 main gradients; a child's own way reduces and decides, which the chain does."""
-    if isinstance(leaf, FP32Optimizer):
-        leaf.prepare_grads()
-    else:
-        leaf._copy_model_grads_to_main_grads()
-
-
-def _spanning(groups: Any) -> list[dist.ProcessGroup]:
+def spanning_groups(groups: Any) -> list[dist.ProcessGroup]:
     """Return process groups that together span all ranks of the model."""
     model_parallel = getattr(groups, "mp", None)
     model = [model_parallel] if model_parallel is not None else [groups.tp, groups.pp]

@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.compatibility import Chosen, check_pairs
+from megatron_muon.optimizer.host_values import check_host_values
 from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 
 TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
@@ -273,6 +274,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
     Raises:
         ConfigurationError: A value is not legal; the message names the flag.
     """
+    check_host_values(config)
     ours = hasattr(config, "muon_layout")
     tp_mode = config.muon_tp_mode
     if not ours and tp_mode == "blockwise":

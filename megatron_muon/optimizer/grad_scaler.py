@@ -12,9 +12,6 @@ from megatron.core.optimizer.grad_scaler import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
-"""Megatron's factors (0.19.2, optimizer/__init__.py:655): powers of two, which round nothing."""
-
 
 def make_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     """Return the scaler that a config asks for, as Megatron chooses it for AdamW.
@@ -29,8 +26,9 @@ def make_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     return DynamicGradScaler(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,
-        growth_factor=GROWTH_FACTOR,
-        backoff_factor=BACKOFF_FACTOR,
+        # Megatron's factors (0.19.2, optimizer/__init__.py:655): powers of two round nothing.
+        growth_factor=2.0,
+        backoff_factor=0.5,
         growth_interval=config.loss_scale_window,
         hysteresis=config.hysteresis,
     )
@@ -38,7 +36,9 @@ def make_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
 
 def can_fall(scaler: MegatronGradScaler | None) -> bool:
     """Whether a lower scale is still to be tried, so that an overflow may be its fault alone."""
-    return isinstance(scaler, DynamicGradScaler) and bool(scaler.scale > scaler.min_scale)
+    if not isinstance(scaler, DynamicGradScaler):
+        return False
+    return bool(scaler.scale.isfinite() & (scaler.scale > scaler.min_scale))
 
 
 class SharedGradScaler(MegatronGradScaler):
@@ -76,3 +76,8 @@ class SharedGradScaler(MegatronGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the top scaler's state."""
         self._top.load_state_dict(state_dict)
+
+
+def shared(top: MegatronGradScaler | None) -> SharedGradScaler | None:
+    """Return what the optimizers below the top have of its scaler."""
+    return None if top is None else SharedGradScaler(top)

@@ -93,7 +93,6 @@ def measure(members: Sequence[Member], span: Span, count_zeros: bool) -> GradSta
     """
     present = [(member, member.grad) for member in members if member.grad is not None]
     sums = squares([grad for _, grad in present])
-    zero = torch.zeros((), dtype=torch.float64)
     num_bad: float | torch.Tensor = 0.0
     if sums:
         num_bad = torch.stack(sums).isfinite().logical_not().sum()
@@ -104,12 +103,12 @@ def measure(members: Sequence[Member], span: Span, count_zeros: bool) -> GradSta
             for (member, _), total in zip(present, sums, strict=True)
             if member.norm_group == norm_group and member.is_counted
         ]
-        values += [torch.stack(counted).sum() if counted else zero,
+        values += [torch.stack(counted).sum() if counted else 0.0,
                    float(any(member.norm_group == norm_group for member in members))]  # fmt: skip
     if count_zeros:
         zeros = [grad.numel() - torch.count_nonzero(grad)
                  for member, grad in present if member.is_counted]  # fmt: skip
-        values.append(torch.stack(zeros).sum() if zeros else zero)
+        values.append(torch.stack(zeros).sum() if zeros else 0)
     total_bad, *rest = span.sum(values)
     norms = {
         norm_group: math.sqrt(rest[2 * i]) if math.isfinite(rest[2 * i]) else math.inf
@@ -119,8 +118,8 @@ def measure(members: Sequence[Member], span: Span, count_zeros: bool) -> GradSta
     return GradStatistics(total_bad == 0, norms, int(rest[-1]) if count_zeros else None)
 
 
-def first_non_finite(members: Sequence[Member], stage: int, span: Span) -> tuple[str, int]:
-    """Return the first parameter, in the model's order, whose gradient is not finite; collective.
+def first_non_finite(members: Sequence[Member], stage: int, span: Span) -> str:
+    """Name the first parameter, in the model's order, whose gradient is not finite; collective.
 
     Args:
         members: What this rank steps.
@@ -128,15 +127,21 @@ def first_non_finite(members: Sequence[Member], stage: int, span: Span) -> tuple
         span: All ranks.
 
     Returns:
-        Its name and how many parameters have such gradients.
+        Its name, with "and others" if it is not the only one.
     """
-    own = [
+    present = [member for member in members if member.grad is not None]
+    sums = squares([member.grad for member in present if member.grad is not None])
+    are_finite = torch.stack(sums).isfinite().tolist() if sums else []
+    bad = [
         (stage, member.order, member.name)
-        for member in members
-        if member.grad is not None and not bool(member.grad.isfinite().all())
+        for member, is_finite in zip(present, are_finite, strict=True)
+        if not is_finite
     ]
-    found = {place for places in span.gather(own) for place in places}
-    return (min(found)[2] if found else "none of them now"), len({name for _, _, name in found})
+    own = (min(bad), len({name for *_, name in bad})) if bad else None
+    found = [each for each in span.gather(own) if each is not None]
+    first = min(place for place, _ in found)
+    is_alone = all(place == first and count == 1 for place, count in found)
+    return first[2] if is_alone else f"{first[2]} and others"
 
 
 def clip(members: Sequence[Member], max_norm: float, norms: Mapping[str | None, float]) -> None:

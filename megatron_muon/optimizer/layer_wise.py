@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -17,7 +18,6 @@ from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by, held_by_slices
 from megatron_muon.collectives.whole_params import gather_whole
 from megatron_muon.errors import PlanError, UnsupportedError
-from megatron_muon.optimizer.grad_scaler import make_grad_scaler
 from megatron_muon.optimizer.masters import (
     is_quantized,
     masters_of,
@@ -83,6 +83,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         pg_collection: Any = None,
         init_state_fn_list: list[Callable[..., None]] | None = None,
         model_chunks: list[Any] | None = None,
+        grad_scaler: MegatronGradScaler | None = None,
     ) -> None:
         """Take the matrices this rank owns and wrap their optimizers; called by Megatron.
 
@@ -92,6 +93,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             pg_collection: Process groups.
             init_state_fn_list: One state initializer an optimizer.
             model_chunks: DDP-wrapped model chunks.
+            grad_scaler: The job's scaler; fp16 has one.
 
         Raises:
             ConfigurationError: The model was wrapped with a layout that this class did not make.
@@ -100,7 +102,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         chunks = model_chunks or []
         for chunk in chunks:
             verify_layout(chunk)
-        self.kind = published_kind(chunks)
+        self.kind, self._grad_scaler = published_kind(chunks), grad_scaler
         self.dist_metas: dict[torch.nn.Parameter, MuonDistMeta] = {}
         self._buffers = [
             buffer
@@ -138,7 +140,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         ChainedOptimizer.__init__(
             self,
             [
-                wrap_whole(optimizer, config, init_fn, gathers=True)
+                wrap_whole(optimizer, config, self._grad_scaler, init_fn, gathers=True)
                 for optimizer, init_fn in zip(
                     optimizers, init_fns or len(optimizers) * (None,), strict=True
                 )
@@ -171,7 +173,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
                 child = DistributedOptimizer(
                     part,
                     config,
-                    make_grad_scaler(config),
+                    self._grad_scaler,
                     init_fn,
                     model_chunks=chunks,
                     per_model_buffers=buffers_of(chunks, is_expert, of_matrices=True),

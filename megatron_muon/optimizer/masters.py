@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megatron.core.distributed.param_and_grad_buffer import _param_uses_quantized_storage
 from megatron.core.fp8_utils import copy_tensor_to_quantized_param
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
-from megatron_muon.optimizer.grad_scaler import make_grad_scaler
 
 Pairs = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
 
@@ -32,6 +35,7 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
         self,
         optimizer: torch.optim.Optimizer,
         config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
         init_fn: Callable[..., None] | None,
         gathers: bool,
     ) -> None:
@@ -40,10 +44,11 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
         Args:
             optimizer: Over the parameters this rank steps.
             config: Megatron's optimizer config.
+            grad_scaler: The job's scaler; fp16 has one.
             init_fn: Makes the optimizer's state.
             gathers: Whether new weights are gathered from their owners after a step.
         """
-        super().__init__(optimizer, config, make_grad_scaler(config), init_fn)
+        super().__init__(optimizer, config, grad_scaler, init_fn)
         self.gathers = gathers
         for param, master in self._pairs():
             if is_quantized(param) and hasattr(param, "get_high_precision_init_val"):
@@ -72,9 +77,53 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
                 master.data.copy_(param.detach().float())
 
 
+class WholeFP32Optimizer(FP32Optimizer):
+    """Megatron's wrapper of fp32 parameters, which are their own masters.
+
+    Its gradients and its state have the form of the other wrappers': a layer-wise optimizer finds
+    the state of each of its children under ``optimizer``.
+    """
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if hasattr(param, "main_grad"):
+                    param.grad = param.main_grad
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Return the state of the torch optimizer, as the other wrappers do."""
+        if is_loading:
+            self.init_state_fn(self.optimizer, self.config)
+        return {"optimizer": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        super().load_state_dict(state_dict["optimizer"])
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the state for Megatron's ``torch_dist`` format."""
+        state_dict = self.state_dict(is_loading)
+        state = state_dict["optimizer"]
+        step = self._extract_common_per_param_step(state)
+        optim_state_to_sharding_state(
+            state,
+            get_param_id_to_sharded_param_map(model_sharded_state_dict, self.get_parameters()),
+            exclude_keys="step",
+        )
+        if step:
+            state["state"]["common_step"] = step
+        return state_dict
+
+
 def wrap_whole(
     optimizer: torch.optim.Optimizer,
     config: OptimizerConfig,
+    grad_scaler: MegatronGradScaler | None,
     init_fn: Callable[..., None] | None,
     gathers: bool,
 ) -> Any:
@@ -83,12 +132,13 @@ def wrap_whole(
     Args:
         optimizer: Over the parameters this rank steps.
         config: Megatron's optimizer config.
+        grad_scaler: The job's scaler; fp16 has one.
         init_fn: Makes its state.
         gathers: Whether new weights are gathered from their owners after a step.
     """
     if config.fp16 or config.bf16:
-        return MasterOptimizer(optimizer, config, init_fn, gathers)
-    return FP32Optimizer(optimizer, config, init_fn)
+        return MasterOptimizer(optimizer, config, grad_scaler, init_fn, gathers)
+    return WholeFP32Optimizer(optimizer, config, init_fn)
 
 
 def masters_of(child: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
@@ -117,6 +167,15 @@ def masters_of(child: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
         for model_group, master_group in zip(models, masters, strict=True)
         for param, master in zip(model_group, master_group, strict=True)
     }
+
+
+def leaves(optimizer: Any) -> Iterator[Any]:
+    """Yield the innermost of Megatron's wrappers in a chain of optimizers."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for child in optimizer.chained_optimizers:
+            yield from leaves(child)
+    else:
+        yield optimizer
 
 
 def is_quantized(param: torch.Tensor) -> bool:

@@ -198,8 +198,12 @@ class Report:
             return
         self._num_written = len(self.steps)
         partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps({**self.head, "steps": self.steps}, indent=1) + "\n")
-        partial.replace(self.path)
+        try:
+            partial.write_text(json.dumps({**self.head, "steps": self.steps}, indent=1) + "\n")
+            partial.replace(self.path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         self._num_complete = len(self.steps)
 
 

@@ -406,17 +406,19 @@ def _logged() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _without_scaler_code() -> Iterator[None]:
     """A chain that knows of no loss scale."""
+    from megatron_muon.integration import factory
     from megatron_muon.optimizer import chain as module
 
     def prepare_grads(chain: Any) -> bool:
         for leaf in chain.leaves:
-            module._copy_grads(leaf)
+            leaf._copy_model_grads_to_main_grads()
         chain._statistics = chain._measure(False)
         return False
 
     with contextlib.ExitStack() as stack:
-        for name in ("make_grad_scaler", "can_fall", "SharedGradScaler"):
-            stack.enter_context(mock.patch.object(module, name, return_value=None))
+        for holder, name in ((factory, "make_grad_scaler"), (factory, "shared"),
+                             (module, "can_fall")):  # fmt: skip
+            stack.enter_context(mock.patch.object(holder, name, return_value=None))
         stack.enter_context(mock.patch.object(module.MuonChain, "prepare_grads", prepare_grads))
         yield
 
@@ -425,7 +427,7 @@ def _in_two_stages() -> contextlib.AbstractContextManager[Any]:
     """Decide as with groups made by hand, of which none spans all ranks."""
     from megatron_muon.optimizer import chain as module
 
-    return mock.patch.object(module, "_spanning", lambda groups: [groups.mp, groups.dp_cp])
+    return mock.patch.object(module, "spanning_groups", lambda groups: [groups.mp, groups.dp_cp])
 
 
 def _scaler_not_loaded() -> contextlib.AbstractContextManager[Any]:

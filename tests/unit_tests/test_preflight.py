@@ -1,5 +1,6 @@
 """What cannot run is refused before any work, and what can run is let through."""
 
+import re
 import argparse
 import sys
 
@@ -182,7 +183,7 @@ def test_arguments_that_were_parsed_without_our_flags_are_refused(parse):
     assert "after Megatron had parsed its command line" in next(preflight.problems(args))
 
 
-def test_an_assertion_without_words_keeps_its_traceback():
+def test_an_assertion_without_words_is_told_by_its_line():
     def validate_args(args, defaults):
         raise AssertionError
 
@@ -193,7 +194,7 @@ def test_an_assertion_without_words_keeps_its_traceback():
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises(ConfigurationError, match="arguments: raise AssertionError"):
         preflight.checks_arguments(validate_args)(args)
 
 
@@ -236,3 +237,42 @@ def test_only_values_that_print_the_same_everywhere_are_compared():
     assert preflight._is_plain([1, ("a", None), 2.5])
     assert not preflight._is_plain(lambda: None)
     assert not preflight._is_plain([object()])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--fp16", "--loss-scale", "-5"], "--loss-scale is -5.0: expected a number above 0"),
+        (["--fp16", "--loss-scale", "0"], "--loss-scale is 0.0: expected a number above 0"),
+        (["--fp16", "--loss-scale", "nan"], "--loss-scale is nan"),
+        (["--fp16", "--initial-loss-scale", "inf"], "--initial-loss-scale is inf"),
+        (["--fp16", "--initial-loss-scale", "1e39"], "--initial-loss-scale is 1e+39"),
+        (["--fp16", "--min-loss-scale", "0"], "--min-loss-scale is 0.0"),
+        (
+            ["--fp16", "--initial-loss-scale", "1", "--min-loss-scale", "1024"],
+            "--initial-loss-scale is 1.0, below --min-loss-scale 1024.0",
+        ),
+        (["--fp16", "--hysteresis", "0"], "--hysteresis is 0: expected 1 or more"),
+        (["--fp16", "--loss-scale-window", "0"], "--loss-scale-window is 0"),
+        (["--clip-grad", "-1"], "--clip-grad is -1.0: expected a number of 0 or more"),
+        (["--clip-grad", "nan"], "--clip-grad is nan"),
+        (["--fp16", "--bf16"], "--fp16 and --bf16 are both given"),
+        (["--lr", "-1"], "Megatron refuses the arguments: "),
+        (["--use-precision-aware-optimizer"], "--use-precision-aware-optimizer does not work"),
+        (
+            ["--lr-warmup-iters", "2", "--lr-warmup-init", "5e-4", "--muon-scalar-lr", "1e-4"],
+            "--lr-warmup-init is 0.0005, above --muon-scalar-lr 0.0001",
+        ),
+        (
+            ["--lr-decay-style", "constant", "--muon-scalar-min-lr", "0"],
+            "--muon-scalar-min-lr has no effect with --lr-decay-style constant",
+        ),
+        (["--ckpt-format", "torch", "--save", "x"], "--ckpt-format torch does not work"),
+        (["--muon-report", "/tmp"], "--muon-report /tmp is a folder"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(parse, flags, message, monkeypatch):
+    if "--fp16" in flags and "--bf16" not in flags:
+        monkeypatch.setattr(sys.modules[__name__], "SMALL", [f for f in SMALL if f != "--bf16"])
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        parse(*MUON, *flags)

@@ -349,12 +349,12 @@ def _own_scalers() -> Iterator[None]:
 
     def prepares(_: _Function) -> _Function:
         def prepare_grads(chain: Any) -> bool:
-            from megatron_muon.optimizer.chain import _copy_grads, _leaves
+            from megatron_muon.optimizer.masters import leaves
 
-            children = [list(_leaves([child])) for child in chain.chained_optimizers]
+            children = [list(leaves(child)) for child in chain.chained_optimizers]
             found = torch.zeros(len(children))
             for i, leaf in ((i, leaf) for i, child in enumerate(children) for leaf in child):
-                _copy_grads(leaf)
+                leaf._copy_model_grads_to_main_grads()
                 for group in leaf.optimizer.param_groups:
                     for param in group["params"]:
                         if param.grad is not None:
@@ -370,7 +370,7 @@ def _own_scalers() -> Iterator[None]:
         return prepare_grads
 
     with (
-        _patched(_CHAIN + "SharedGradScaler", lambda _: copy.deepcopy),
+        _patched("megatron_muon.optimizer.grad_scaler:SharedGradScaler", lambda _: copy.deepcopy),
         _patched(_CHAIN + "MuonChain.prepare_grads", prepares),
     ):
         yield
