@@ -212,7 +212,7 @@ RUNS = Runs(
 BOUND = 5e-6
 """Above the error of fp32 arithmetic."""
 
-THREE_RANKS_BOUND = 2e-3
+THREE_RANKS_BOUND = 7e-4
 """The same where a third of each gradient is rounded to fp16."""
 
 ACCUMULATION_BOUNDS = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 5e-3, "GPT": 5e-5}
@@ -293,7 +293,7 @@ def test_scale_of_a_real_loss_is_not_in_the_update(layout, place, scale):
 @pytest.mark.parametrize("place", ["TP1 DP1", "TP2 DP2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scale_of_a_real_loss_is_not_in_three_updates_of_a_gpt(layout, place):
-    assert worst(f"GPT {layout} {place}, 8192", f"GPT {layout} {place}, 1") <= 3e-2
+    assert worst(f"GPT {layout} {place}, 8192", f"GPT {layout} {place}, 1") <= 1.8e-2
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,9 @@ def test_newton_schulz_runs_once_a_step(label):
 def test_nothing_but_parameters_is_written_in_fp16(way):
     for outcome in RUNS.outcomes(f"{way}, 22"):
         in_fp16 = {write for write in outcome.written if write.dtype == torch.float16}
-        assert {write.place for write in in_fp16} == {"parameters"}
+        # Without a layout owners send their new weights from a flat copy.
+        copies = {"elsewhere"} if way == "no layout" else set()
+        assert {write.place for write in in_fp16} == {"parameters"} | copies
         assert not [write for write in outcome.written if write.place == "gradients"]
         assert any(write.dtype == torch.float32 for write in outcome.written)
 

@@ -1,7 +1,7 @@
 """What cannot run is refused before any work, and what can run is let through."""
 
-import re
 import argparse
+import re
 import sys
 
 import pytest
