@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron_muon.integration.messages import fail
+from megatron_muon.optimizer.compatibility import LATER_LAYOUTS
 from megatron_muon.optimizer.config import FLAGS, MATMUL_PRECISIONS, TP_MODES
 
 Parser = argparse.ArgumentParser
+
+LATER_FLAG = "--layer-wise-param-layout"
+"""A flag of later Megatrons, understood so that a command line for them need not be changed."""
 
 
 @dataclass(slots=True)
@@ -48,10 +52,23 @@ def adds_muon_arguments(function: Callable[[Parser], Parser]) -> Callable[[Parse
         group = parser.add_argument_group(title="megatron_muon")
         for flag, options in FLAGS.items():
             group.add_argument(flag, **options)
+        _add_later_flag(parser, group)
         _watch(parser)
         return parser
 
     return add_megatron_arguments
+
+
+def _add_later_flag(parser: Parser, group: Any) -> None:
+    if LATER_FLAG not in parser._option_string_actions:
+        group.add_argument(
+            LATER_FLAG,
+            choices=LATER_LAYOUTS,
+            default=None,
+            help="As later Megatrons have it: padded is --muon-layout owner, legacy is "
+            "--no-use-layer-wise-param-layout, in the place of decoupled there is "
+            "--muon-layout flat.",
+        )
 
 
 def _widen_tp_mode(parser: Parser) -> None:

@@ -145,7 +145,7 @@ def build_replicated(
         if members:
             pairs.append(_whole_scalar(config, model_chunks, members, groups, settings))
         for optimizer, init_fn in pairs:
-            child = wrap_whole(optimizer, config, grad_scaler, init_fn, gathers=False)
+            child = wrap_whole(optimizer, config, grad_scaler, init_fn)
             model_parallel = getattr(groups, "tp_ep_pp" if is_expert else "mp", None)
             child.grad_stats_parallel_group = model_parallel
             child.tp_group = groups.tp

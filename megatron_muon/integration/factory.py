@@ -43,6 +43,7 @@ from megatron_muon.integration.children import (
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
 from megatron_muon.integration.params_norm import watch_params_norm
+from megatron_muon.integration.quantized import check_model
 from megatron_muon.integration.start import announce
 from megatron_muon.optimizer.chain import MuonChain, spanning_groups
 from megatron_muon.optimizer.config import MuonSettings, resolve
@@ -72,7 +73,7 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(config, model_chunks, config_overrides, pg_collection)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         ranks = _ranks_of(groups)
-        settings, routes = raise_together(lambda: _checked(config, model_chunks), ranks)
+        settings, routes = raise_together(lambda: _checked(config, model_chunks, groups), ranks)
         kinds = _check_routes(routes, model_chunks, settings, ranks)
         build = _builder(model_chunks, settings, kinds)
 
@@ -93,7 +94,7 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         plan = _bind(optimizer, routes, config, settings, groups, ranks)
         watch_params_norm(model_chunks, optimizer)
         muons = [child.optimizer for child in find_muon_children(optimizer)]
-        announce(optimizer, list(routes.values()), plan, settings, muons, ranks)
+        announce(optimizer, list(routes.values()), plan, settings, muons, model_chunks, ranks)
         return optimizer
 
     return _get_megatron_emerging_optimizer
@@ -134,11 +135,15 @@ def _resolve(config: OptimizerConfig) -> MuonSettings:
     return resolve(config, state.layout if state else None)
 
 
-def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> tuple[MuonSettings, Routes]:
+def _checked(
+    config: OptimizerConfig, model_chunks: Sequence[Any], groups: Any
+) -> tuple[MuonSettings, Routes]:
     """Return the settings and routes, or raise what is wrong with them on this rank."""
     settings = _resolve(config)
     _check_supported(config)
-    _check_wrapping(model_chunks, settings)
+    _check_groups(groups)
+    check_model(config, model_chunks, settings.layout is not None)
+    _check_wrapping(model_chunks, config, settings)
     return settings, _routes(model_chunks, settings)
 
 
@@ -171,10 +176,28 @@ def _check_supported(config: OptimizerConfig) -> None:
         )
 
 
-def _check_wrapping(model_chunks: Sequence[Any], settings: MuonSettings) -> None:
+def _check_groups(groups: Any) -> None:
+    """Check that rows of a weight are not cut once more, over ranks outside the two grids."""
+    for name, flag in (
+        ("gtp_remat", "--tensor-parallel-num-weight-shards"),
+        ("expt_gtp_remat", "--expert-tensor-parallel-num-weight-shards"),
+    ):
+        size = _size(getattr(groups, name, None))
+        if size > 1:
+            raise UnsupportedError(
+                f"{flag}: weights are cut into {size} more shards each, which does not work with "
+                "--optimizer muon. Drop that flag; code that makes the process groups itself makes "
+                f"none for {name}."
+            )
+
+
+def _check_wrapping(
+    model_chunks: Sequence[Any], config: OptimizerConfig, settings: MuonSettings
+) -> None:
     """Check that DDP reduces gradients and lays out parameters the way the optimizer needs."""
     for chunk in model_chunks:
         ddp_config = getattr(chunk, "ddp_config", None)
+        _check_overlap(ddp_config, config)
         if settings.layout is not None:
             verify_layout(chunk)
             kind = published_kind([chunk])
@@ -190,6 +213,20 @@ def _check_wrapping(model_chunks: Sequence[Any], settings: MuonSettings) -> None
                 "gradients only, but the optimizer is not distributed. Give OptimizerConfig("
                 "use_layer_wise_distributed_optimizer=True), or wrap the model without it."
             )
+
+
+def _check_overlap(ddp_config: Any, config: OptimizerConfig) -> None:
+    """Check that DDP, whose hooks gather, and the optimizer agree on when.
+
+    Megatron's loop and its scalar optimizer read the one or the other.
+    """
+    overlaps = getattr(ddp_config, "overlap_param_gather", config.overlap_param_gather)
+    if overlaps != config.overlap_param_gather:
+        raise ConfigurationError(
+            f"DDP's config has overlap_param_gather={overlaps}, the optimizer's has "
+            f"overlap_param_gather={config.overlap_param_gather}: give both the same value "
+            "(--overlap-param-gather sets both)."
+        )
 
 
 def _routes(model_chunks: Sequence[Any], settings: MuonSettings) -> Routes:

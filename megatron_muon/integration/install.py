@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.hosts import check_hosts
 from megatron_muon.integration.messages import hook_errors, unhook_errors
 from megatron_muon.integration.patching import PatchSet
+from megatron_muon.optimizer.compatibility import our_layout
 
 Device = Literal["auto", "cpu", "cuda"]
 Layout = Literal["owner", "flat"]
@@ -50,7 +51,11 @@ def installation() -> Installation | None:
     return _installation
 
 
-def install(device: Device = "auto", layout: Layout | None = None, optimizer: bool = True) -> None:
+def install(
+    device: Device = "auto",
+    layout: Layout | Literal["padded"] | None = None,
+    optimizer: bool = True,
+) -> None:
     """Make Megatron's own API build this package's Muon; idempotent.
 
     Call it in the first lines of the script: before Megatron parses its command line, and before
@@ -60,7 +65,8 @@ def install(device: Device = "auto", layout: Layout | None = None, optimizer: bo
     Args:
         device: ``"cpu"`` puts Megatron on the CPU and gloo, ``"cuda"`` leaves the device alone,
             ``"auto"`` takes the CPU where no CUDA device is visible.
-        layout: For code that builds DDP itself and has no flags; ``None`` takes the default.
+        layout: For code that builds DDP itself and has no flags; ``None`` takes the default, and
+            ``"padded"`` is later Megatrons' name of ``"owner"``.
         optimizer: ``False`` installs the CPU stand-in alone.
 
     Raises:
@@ -70,9 +76,10 @@ def install(device: Device = "auto", layout: Layout | None = None, optimizer: bo
     """
     global _installation
     hook_errors()
-    _check_arguments(device, layout, optimizer)
+    kind = cast(Layout | None, our_layout(layout, f"install({layout=})"))
+    _check_arguments(device, kind, optimizer)
     check_hosts(optimizer=optimizer)
-    wanted = Installation(on_cpu=_takes_cpu(device), layout=layout, optimizer=optimizer)
+    wanted = Installation(on_cpu=_takes_cpu(device), layout=kind, optimizer=optimizer)
     if _installation is not None:
         _installation = _joined(_installation, wanted)
         return

@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from megatron_muon.collectives.agreement import first_difference
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.integration.arguments import CommandLine, command_line
+from megatron_muon.integration.arguments import LATER_FLAG, CommandLine, command_line
 from megatron_muon.integration.ddp import MUON_NAMES, megatron_args
 from megatron_muon.integration.install import installation
+from megatron_muon.integration.quantized import problem, shape_problems, storage_of_arguments
+from megatron_muon.optimizer.compatibility import our_layout
 from megatron_muon.optimizer.config import FLAGS, resolve
 
 RANK_DEPENDENT = ("rank", "local_rank")
@@ -43,8 +45,10 @@ def checks_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
-        for problem in problems(args):
-            raise ConfigurationError(problem)
+        if args.optimizer in MUON_NAMES:
+            _take_later_layout(args)
+        for found in problems(args):
+            raise ConfigurationError(found)
         try:
             result = original(args, defaults or {})
         except AssertionError as error:
@@ -53,6 +57,8 @@ def checks_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         if args.optimizer in MUON_NAMES:
             state = installation()
             settings = resolve(args, state.layout if state else None)
+            for found in shape_problems(args):
+                raise ConfigurationError(found)
             if settings.max_skipped_steps > 0:
                 _leave_nan_to_the_optimizer(args)
         return result
@@ -77,7 +83,7 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
     if args.optimizer in MUON_NAMES:
         yield from _muon_problems(args)
     else:
-        for flag in FLAGS:
+        for flag in (*FLAGS, LATER_FLAG):
             value = getattr(args, _destination(flag), None)
             # A number of zero is a value that was given, and is equal to False.
             if value is not None and value is not False and value != []:
@@ -105,6 +111,10 @@ def _size_problems(args: argparse.Namespace) -> Iterator[str]:
 def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
     if not _has_our_flags(args):
         yield _TOO_LATE
+    yield from _weight_shard_problems(args)
+    found = problem(storage_of_arguments(args))
+    if found is not None:
+        yield found
     for flag, folder in (("--save", args.save), ("--load", args.load)):
         if args.muon_layout == "flat" and folder:
             yield (
@@ -150,6 +160,53 @@ def _scalar_rate_problems(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.muon_scalar_min_lr is not None and args.lr_decay_style == "constant":
         yield "--muon-scalar-min-lr has no effect with --lr-decay-style constant: drop it."
+
+
+def _weight_shard_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the flags by which Megatron would cut rows again, over ranks of their own."""
+    tp: int = args.tensor_model_parallel_size
+    for flag, size in (
+        ("--tensor-parallel-num-weight-shards", tp),
+        ("--expert-tensor-parallel-num-weight-shards", args.expert_tensor_parallel_size or tp),
+    ):
+        shards = getattr(args, _destination(flag))
+        if shards is not None and shards > size:
+            yield f"{flag} {shards} does not work with --optimizer muon: drop it."
+
+
+def _take_later_layout(args: argparse.Namespace) -> None:
+    """Turn a later Megatron's name of a layout into the flags that mean the same here.
+
+    Raises:
+        ConfigurationError: There is no such layout, or another flag says something else.
+    """
+    name: str | None = getattr(args, _destination(LATER_FLAG), None)
+    if name is None:
+        return
+    given = f"{LATER_FLAG} {name}"
+    if not (args.use_distributed_optimizer or args.optimizer == "dist_muon"):
+        raise ConfigurationError(
+            f"{given} has no effect without --use-distributed-optimizer: add that flag, or drop it."
+        )
+    if name == "legacy":
+        if args.muon_layout is not None:
+            raise ConfigurationError(
+                f"{given} is --no-use-layer-wise-param-layout, with which --muon-layout "
+                f"{args.muon_layout} has no effect: drop one of the two."
+            )
+        args.use_layer_wise_param_layout = False
+        return
+    layout = our_layout(name, given)
+    if args.muon_layout not in (None, layout) or not args.use_layer_wise_param_layout:
+        other = (
+            f"--muon-layout {args.muon_layout}"
+            if args.use_layer_wise_param_layout
+            else "--no-use-layer-wise-param-layout"
+        )
+        raise ConfigurationError(
+            f"{given} is --muon-layout {layout}, and {other} was given: drop one of the two."
+        )
+    args.muon_layout = layout
 
 
 def finds_data_files(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from megatron_muon.collectives.agreement import gather, gather_distinct, raise_t
 from megatron_muon.integration.capabilities import capabilities
 from megatron_muon.optimizer.chain import MuonChain
 from megatron_muon.optimizer.config import MuonSettings
+from megatron_muon.optimizer.memory import Memory, largest, measure_memory
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
 
@@ -25,6 +26,7 @@ def announce(
     plan: Plan,
     settings: MuonSettings,
     muons: Sequence[OwnedMuon],
+    model_chunks: Sequence[Any],
     ranks: dist.ProcessGroup,
 ) -> None:
     """Print the start-up block on the first rank and, if asked for, open the report; collective.
@@ -35,6 +37,7 @@ def announce(
         plan: The plan of this rank's pipeline stage.
         settings: The resolved settings.
         muons: The Muons inside ``optimizer``.
+        model_chunks: Model chunks of this rank.
         ranks: All ranks of the model.
     """
     names = tuple(route.facts.name for route in routes)
@@ -45,11 +48,12 @@ def announce(
     loads = [muon.own_load() for muon in muons]
     own_load = (sum(flops for flops, _ in loads), sum(numel for _, numel in loads))
     summary = plan_summary(plans, gather(own_load, ranks))
+    memory = largest(gather(measure_memory(model_chunks, optimizer.stagings), ranks))
     if ranks.rank() == 0:
-        print("\n".join(_lines(rows, plans, summary, settings, optimizer)), flush=True)
+        print("\n".join(_lines(rows, plans, summary, memory, settings, optimizer)), flush=True)
     if settings.report is not None:
         report = raise_together(
-            lambda: Report.open(settings, rows, summary, writes=ranks.rank() == 0), ranks
+            lambda: Report.open(settings, rows, summary, memory, writes=ranks.rank() == 0), ranks
         )
         record_steps(optimizer, muons, report)
 
@@ -58,6 +62,7 @@ def _lines(
     rows: Sequence[dict[str, Any]],
     plans: Sequence[Plan],
     summary: dict[str, Any],
+    memory: Memory,
     settings: MuonSettings,
     optimizer: MuonChain,
 ) -> Iterator[str]:
@@ -76,6 +81,12 @@ def _lines(
         f"{summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
     )
     yield f"  gradients: {_gradients(optimizer, settings)}"
+    if memory.num_quantized:
+        yield (
+            f"  largest rank: {memory.num_quantized} MXFP8 weights of {memory.quantized_nbytes} "
+            f"bytes, {memory.plain_nbytes} bytes of other weights, {memory.gradients_nbytes} of "
+            f"gradient buffers; {memory.staging_nbytes} bytes are staged before each gather"
+        )
     if settings.tp_mode == "blockwise":
         yield (
             "  WARNING: --muon-tp-mode blockwise orthogonalizes each tensor-parallel shard by "

@@ -1,6 +1,7 @@
 """Pairs of settings of which one would have no effect: one table, checked before anything is built.
 
-Any two settings that are in no row of :data:`PAIRS` work together.
+Any two settings that are in no row of :data:`PAIRS` work together. Also the names that later
+Megatrons give to layouts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_muon.errors import ConfigurationError
+
+LATER_LAYOUTS = ("padded", "decoupled", "legacy")
+"""What later Megatrons call the layouts of their layer-wise optimizer."""
+
+NEEDS_BUFFER = (
+    "--fp8-param-gather with --fp8-recipe mxfp8 needs a buffer to gather through: add "
+    "--reuse-grad-buf-for-mxfp8-param-ag, or drop --fp8-param-gather."
+)
+"""Said before DDP makes buffers, which it cannot, and on the command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,3 +175,26 @@ def check_pairs(chosen: Chosen) -> None:
     for pair in PAIRS:
         if pair.first.is_made(chosen) and pair.second.is_made(chosen):
             raise ConfigurationError(pair.message())
+
+
+def our_layout(layout: str | None, given: str) -> str | None:
+    """Return this package's name of a layout that may be named as later Megatrons name it.
+
+    Args:
+        layout: The name, ``None`` for none. One that no version knows is returned as it is.
+        given: How it was given, for the message.
+
+    Raises:
+        ConfigurationError: There is no such layout here; the message says what to use.
+    """
+    if layout == "decoupled":
+        raise ConfigurationError(
+            f"{given}: there is no layout of whole matrices without padding. Use "
+            "--muon-layout flat, which has no padding either and cuts matrices."
+        )
+    if layout == "legacy":
+        raise ConfigurationError(
+            f"{given} is a run without a layout: name none, and give "
+            "--no-use-layer-wise-param-layout; code that builds DDP itself passes it no layout."
+        )
+    return "owner" if layout == "padded" else layout

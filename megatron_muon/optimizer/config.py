@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.optimizer.compatibility import Chosen, check_pairs
+from megatron_muon.optimizer.compatibility import Chosen, check_pairs, our_layout
 from megatron_muon.optimizer.host_values import check_host_values
 from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 
@@ -144,7 +144,8 @@ class MuonConfig(OptimizerConfig):
     distributed or blockwise."""
 
     muon_layout: str | None = None
-    """How parameters lie in the buckets; None takes the layout of ``install()``, else owner."""
+    """How parameters lie in the buckets, owner (later Megatrons' padded) or flat; None takes the
+    layout of ``install()``, else owner."""
 
     muon_gather_budget_mib: float | None = None
     """Most memory, in MiB, that the pieces of matrices brought together take; None is 64."""
@@ -279,7 +280,9 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
     tp_mode = config.muon_tp_mode
     if not ours and tp_mode == "blockwise":
         tp_mode = "owner"
-    layout = getattr(config, "muon_layout", None) or installed_layout or "owner"
+    layout_given = getattr(config, "muon_layout", None)
+    layout_given = our_layout(layout_given, f"--muon-layout {layout_given}")
+    layout = layout_given or installed_layout or "owner"
     if installed_layout is not None and layout != installed_layout:
         raise ConfigurationError(
             f"--muon-layout is {layout}, install() was called with layout={installed_layout!r}: "
@@ -324,7 +327,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
     check_pairs(
         Chosen(
             layout=layout,
-            layout_given=getattr(config, "muon_layout", None),
+            layout_given=layout_given,
             distributed=distributed,
             param_layout=getattr(config, "use_layer_wise_param_layout", True),
             tp_mode=tp_mode,

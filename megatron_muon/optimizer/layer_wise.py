@@ -140,7 +140,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         ChainedOptimizer.__init__(
             self,
             [
-                wrap_whole(optimizer, config, self._grad_scaler, init_fn, gathers=True)
+                wrap_whole(optimizer, config, self._grad_scaler, init_fn)
                 for optimizer, init_fn in zip(
                     optimizers, init_fns or len(optimizers) * (None,), strict=True
                 )

@@ -24,11 +24,8 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
     """Megatron's wrapper with masters of whole fp16, bf16 and quantized parameters.
 
     The master of a quantized weight starts from the bf16 value that the weight was quantized from,
-    where that is kept. A step leaves the quantized weights of a distributed optimizer alone: they
-    are made of what their gather brings, once.
-
-    Attributes:
-        gathers: Whether new weights are gathered from their owners after a step.
+    where that is kept. A step leaves quantized weights alone: they are made of what their gather
+    brings, once.
     """
 
     def __init__(
@@ -37,7 +34,6 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
         config: OptimizerConfig,
         grad_scaler: MegatronGradScaler | None,
         init_fn: Callable[..., None] | None,
-        gathers: bool,
     ) -> None:
         """Make the masters.
 
@@ -46,10 +42,8 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
             config: Megatron's optimizer config.
             grad_scaler: The job's scaler; fp16 has one.
             init_fn: Makes the optimizer's state.
-            gathers: Whether new weights are gathered from their owners after a step.
         """
         super().__init__(optimizer, config, grad_scaler, init_fn)
-        self.gathers = gathers
         for param, master in self._pairs():
             if is_quantized(param) and hasattr(param, "get_high_precision_init_val"):
                 # Megatron's own wrapper starts from the quantized value.
@@ -64,11 +58,6 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
         """Return the data of models and masters that are copied as they are."""
         pairs = [(p, m) for p, m in self._pairs() if not is_quantized(p) and p is not m]
         return [param.data for param, _ in pairs], [master.data for _, master in pairs]
-
-    def _copy_main_params_to_model_params(self) -> None:
-        super()._copy_main_params_to_model_params()
-        if not self.gathers:
-            quantize((p, m) for p, m in self._pairs() if is_quantized(p))
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         super()._copy_model_params_to_main_params(state_dict)
@@ -125,7 +114,6 @@ def wrap_whole(
     config: OptimizerConfig,
     grad_scaler: MegatronGradScaler | None,
     init_fn: Callable[..., None] | None,
-    gathers: bool,
 ) -> Any:
     """Put Megatron's wrapper around a torch optimizer that steps whole parameters.
 
@@ -134,10 +122,9 @@ def wrap_whole(
         config: Megatron's optimizer config.
         grad_scaler: The job's scaler; fp16 has one.
         init_fn: Makes its state.
-        gathers: Whether new weights are gathered from their owners after a step.
     """
     if config.fp16 or config.bf16:
-        return MasterOptimizer(optimizer, config, grad_scaler, init_fn, gathers)
+        return MasterOptimizer(optimizer, config, grad_scaler, init_fn)
     return WholeFP32Optimizer(optimizer, config, init_fn)
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+from megatron.core.fp8_utils import is_mxfp8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
 from megatron_muon.bookkeeping.layout import LayoutItem, OwnerLayout, compute_owner_layout
 from megatron_muon.bookkeeping.matrix import LogicalMatrix, whole
-from megatron_muon.errors import ConfigurationError, PlanError
+from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
+from megatron_muon.optimizer.compatibility import NEEDS_BUFFER
 
 LAYOUT = "muon_layout"
 """Attribute of a model parameter that says in which layout the matrices lie."""
@@ -42,7 +44,12 @@ def compute_param_layout(
     """Lay out the parameters of one model chunk, buffer by buffer.
 
     The arguments are those of :meth:`.LayerWiseMuonOptimizer.compute_full_param_layout`.
+
+    Raises:
+        UnsupportedError: DDP cannot make buffers of these parameters.
     """
+    if not ddp_config.reuse_grad_buf_for_mxfp8_param_ag and any(map(is_mxfp8tensor, params)):
+        raise UnsupportedError(NEEDS_BUFFER)
     layout = MuonParamLayout(kind=next((getattr(p, LAYOUT, "owner") for p in params), None))
     groups = group_params_for_buffers(params, ddp_config.grad_reduce_in_fp32)
     for key, (members, param_indices) in groups.items():

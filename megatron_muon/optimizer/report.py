@@ -17,6 +17,7 @@ from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.config import MuonSettings
+from megatron_muon.optimizer.memory import Memory
 from megatron_muon.optimizer.muon import OwnedMuon
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Report:
         settings: MuonSettings,
         routing: Sequence[dict[str, Any]],
         plan: dict[str, Any],
+        memory: Memory,
         writes: bool,
     ) -> Report:
         """Make the report and write its head.
@@ -122,6 +124,7 @@ class Report:
             settings: The resolved settings.
             routing: One row a parameter of the whole model.
             plan: Fingerprint, balance and padding.
+            memory: The most that one rank keeps.
             writes: Whether this rank writes the file.
 
         Raises:
@@ -139,6 +142,7 @@ class Report:
                 "resolved": settings.to_dict(),
                 "routing": list(routing),
                 "plan": plan,
+                "memory": memory.to_dict(),
             },
             writes,
         )

@@ -311,13 +311,33 @@ def overrides_of_the_caller() -> str:
     return str(overrides == before)
 
 
-def overlap_of_ddp_decides() -> str:
-    """DDP gathers in its hooks, whatever the optimizer's config says."""
-    case = replace(DP2, overlap_param=True, overlap_grad=True)
-    optimizer = build(case, overlap_param_gather=False)
-    late = optimizer.chained_optimizers[0].overlap_param_gather
-    optimizer = build(DP2, overlap_param_gather=True)
-    return f"{late} {optimizer.chained_optimizers[0].overlap_param_gather}"
+def overlap_of_ddp_only() -> None:
+    build(replace(DP2, overlap_param=True, overlap_grad=True), overlap_param_gather=False)
+
+
+def overlap_of_the_optimizer_only() -> None:
+    build(replace(DP2, wrap="legacy"), overlap_param_gather=True)
+
+
+def overlap_on_one_rank_only() -> None:
+    build(DP2, overlap_param_gather=dist.get_rank() == 1)
+
+
+def overlap_of_both() -> str:
+    overlaps = []
+    for overlap in (False, True):
+        case = replace(DP2, overlap_param=overlap, overlap_grad=overlap)
+        overlaps.append(build(case).chained_optimizers[0].overlap_param_gather)
+    return str(overlaps)
+
+
+def later_name_of_a_layout() -> str:
+    (muon,) = find_muons(build(DP2, muon_layout="padded"))
+    return str(muon.settings.layout)
+
+
+def decoupled_layout() -> None:
+    build(DP2, muon_layout="decoupled")
 
 
 def momentum_is_made_at_once() -> str:
@@ -354,7 +374,8 @@ SCENARIOS: dict[str, tuple[int, Callable[[], Any]]] = {
             include_vector, no_tags_without_a_layout, exclude_too_late, exclude_by_flag,
             other_rules_on_the_same_model,
             fp16, precision_aware, gather_with_the_step, cpu_offload, deprecated_name,
-            overrides_of_the_caller, overlap_of_ddp_decides,
+            overrides_of_the_caller, overlap_of_ddp_only, overlap_of_the_optimizer_only,
+            overlap_on_one_rank_only, overlap_of_both, later_name_of_a_layout, decoupled_layout,
             momentum_is_made_at_once, frozen_matrices,
         )
     },

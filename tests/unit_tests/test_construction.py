@@ -34,6 +34,16 @@ ERRORS = {
     "exclude nothing": ("ConfigurationError", "--muon-exclude '*.linear_fc3.*' matches no paramet"),
     "include vector": ("ConfigurationError", "--muon-include *final_layernorm.weight: decoder.fin"),
     "exclude too late": ("ConfigurationError", "sets param.use_muon before it wraps the model"),
+    "overlap of ddp only": (
+        "ConfigurationError",
+        "overlap_param_gather=True, the optimizer's has overlap_param_gather=False",
+    ),
+    "overlap of the optimizer only": (
+        "ConfigurationError",
+        "overlap_param_gather=False, the optimizer's has overlap_param_gather=True",
+    ),
+    "overlap on one rank only": ("ConfigurationError", "--overlap-param-gather sets both"),
+    "decoupled layout": ("ConfigurationError", "--muon-layout decoupled: there is no layout of"),
     "precision aware": ("UnsupportedError", "--muon-momentum-dtype bf16"),
     "gather with the step": ("UnsupportedError", "use --overlap-param-gather alone"),
     "cpu offload": ("UnsupportedError", "--optimizer-cpu-offload"),
@@ -42,8 +52,8 @@ ERRORS = {
 
 RESULTS = {
     "by hand": "built",
-    "other rules on the same model": "built twice",
     "uneven gathers": "built",
+    "other rules on the same model": "built twice",
     "exclude by flag": ",".join(
         [f"decoder.layers.{i}.{name}.weight" for i in range(2)
          for name in ("mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")]
@@ -54,7 +64,8 @@ RESULTS = {
     "plain config": "owner 0.5 ()",
     "deprecated name": "owner LayerWiseMuonOptimizer",
     "overrides of the caller": "True",
-    "overlap of ddp decides": "True False",
+    "overlap of both": "[False, True]",
+    "later name of a layout": "owner",
     "momentum is made at once": "True",
     "records of owned matrices": "8",
     "frozen matrices": "DistributedOptimizer",

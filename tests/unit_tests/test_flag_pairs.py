@@ -10,7 +10,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.integration.install import install, uninstall
+from megatron_muon.integration.install import install, installation, uninstall
 from megatron_muon.optimizer.compatibility import PAIRS
 from megatron_muon.optimizer.config import CLIPS, EXCHANGE_DTYPES, FLAGS, LAYOUTS, TP_MODES, resolve
 
@@ -216,6 +216,35 @@ def test_layouts_of_install_and_of_the_config_must_agree():
     assert resolved(layout="flat").layout == "flat"
     with pytest.raises(ConfigurationError, match=r"--muon-layout is owner.*layout='flat'"):
         resolved("--muon-layout owner", layout="flat")
+
+
+def test_later_names_of_layouts():
+    assert resolved(muon_layout="padded").layout == "owner"
+    assert resolved(muon_layout="padded", layout="owner").layout == "owner"
+    with pytest.raises(ConfigurationError, match="--use-distributed-optimizer"):
+        resolved(muon_layout="padded", use_layer_wise_distributed_optimizer=False)
+    with pytest.raises(ConfigurationError, match=r"--muon-layout decoupled: .* --muon-layout flat"):
+        resolved(muon_layout="decoupled")
+    with pytest.raises(ConfigurationError, match="--no-use-layer-wise-param-layout"):
+        resolved(muon_layout="legacy")
+
+
+@pytest.mark.parametrize("name", ["padded", "decoupled", "legacy"])
+def test_install_takes_later_names_of_layouts(name):
+    uninstall()
+    try:
+        if name == "padded":
+            install(device="cpu", layout=name)
+            install(device="cpu", layout="owner")
+            state = installation()
+            assert state is not None
+            assert state.layout == "owner"
+            return
+        with pytest.raises(ConfigurationError, match=rf"install\(layout='{name}'\)"):
+            install(device="cpu", layout=name)
+        assert installation() is None
+    finally:
+        uninstall()
 
 
 # The command line.

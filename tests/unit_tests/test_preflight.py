@@ -79,6 +79,18 @@ def test_what_can_run_is_let_through(parse):
         ([*MUON, "--muon-scalar-min-lr", "nan"], ["--muon-scalar-min-lr is nan"]),
         ([*MUON, "--min-lr", "1e-4", "--muon-scalar-lr", "1e-5"],
          ["from 1e-05 (--muon-scalar-lr) to 0.0001 (--min-lr)", "give --muon-scalar-min-lr"]),
+        ([*MUON, "--layer-wise-param-layout", "decoupled"],
+         ["--layer-wise-param-layout decoupled", "--muon-layout flat"]),
+        ([*MUON, "--layer-wise-param-layout", "padded", "--muon-layout", "flat"],
+         ["padded is --muon-layout owner", "--muon-layout flat was given"]),
+        ([*MUON, "--layer-wise-param-layout", "padded", "--no-use-layer-wise-param-layout"],
+         ["padded is --muon-layout owner", "--no-use-layer-wise-param-layout was given"]),
+        ([*MUON, "--layer-wise-param-layout", "legacy", "--muon-layout", "owner"],
+         ["legacy is --no-use-layer-wise-param-layout", "--muon-layout owner has no effect"]),
+        (["--optimizer", "muon", "--layer-wise-param-layout", "legacy"],
+         ["--layer-wise-param-layout legacy has no effect", "--use-distributed-optimizer"]),
+        (["--optimizer", "adam", "--layer-wise-param-layout", "padded"],
+         ["--layer-wise-param-layout has no effect with --optimizer adam"]),
         # One of Megatron's own refusals.
         (["--overlap-param-gather"], ["Megatron refuses the arguments", "--overlap-param-gather"]),
     ],
@@ -88,6 +100,28 @@ def test_what_cannot_run_is_refused_with_the_flag_to_change(parse, flags, parts)
         parse(*flags)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout", "is_laid_out"),
+    [
+        ("--layer-wise-param-layout padded", "owner", True),
+        ("--layer-wise-param-layout padded --muon-layout owner", "owner", True),
+        ("--layer-wise-param-layout legacy", None, False),
+        ("--layer-wise-param-layout legacy --no-use-layer-wise-param-layout", None, False),
+        ("--muon-layout flat", "flat", True),
+    ],
+)
+def test_later_names_of_layouts_are_turned_into_ours(parse, flags, layout, is_laid_out):
+    args = parse(*MUON, *flags.split())
+    assert (args.muon_layout, args.use_layer_wise_param_layout) == (layout, is_laid_out)
+
+
+def test_a_later_megatrons_own_flag_is_left_alone():
+    parser = argparse.ArgumentParser()
+    parser.add_argument(arguments.LATER_FLAG, choices=["legacy", "padded", "another"])
+    arguments.adds_muon_arguments(lambda parser: parser)(parser)
+    assert parser.parse_args([arguments.LATER_FLAG, "another"]).layer_wise_param_layout == "another"
 
 
 @pytest.mark.parametrize("precision", [["--fp16"], ["--fp16", "--loss-scale", "128"], []], ids=str)
@@ -125,6 +159,7 @@ def test_a_rank_that_does_not_write_the_report_does_not_look_for_its_folder(pars
         (["--muon_momentum=0.9"], ["--muon_momentum=0.9", "--muon-momentum?"]),
         (["--muon-tp-mode", "sharded"], ["--muon-tp-mode", "sharded", "owner", "blockwise"]),
         (["--muon-layout", "diagonal"], ["--muon-layout", "diagonal"]),
+        (["--layer-wise-param-layout", "flat"], ["--layer-wise-param-layout", "padded", "legacy"]),
         (["--muon-momentum", "high"], ["--muon-momentum", "high"]),
         (["--muon-fp32-matmul-prec", "low"], ["low", "medium", "high", "highest"]),
         (["--muon-momentum-dtype", "fp16"], ["--muon-momentum-dtype", "fp16", "fp32", "bf16"]),

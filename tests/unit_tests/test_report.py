@@ -39,7 +39,7 @@ def test_file_is_whole_after_every_step(runs, name):
     snapshots = [json.loads(text) for text in ranks[0].snapshots]
     assert [len(snapshot["steps"]) for snapshot in snapshots] == [1, 2, 3]
     for snapshot in snapshots:
-        assert set(snapshot) == {"resolved", "routing", "plan", "steps"}
+        assert set(snapshot) == {"resolved", "routing", "plan", "memory", "steps"}
     assert not any(rank.snapshots for rank in ranks[1:])
 
 
@@ -103,6 +103,18 @@ def test_plan_and_settings(runs):
     assert report["plan"]["flops_max_over_mean"] == max(work.values()) / (sum(work.values()) / 4)
     done = {(r.dp_rank, r.tp_rank): r.newton_schulz_flops for r in ranks}
     assert done == {place: flops * 2 for place, flops in work.items()}  # one of three was skipped
+
+
+@pytest.mark.parametrize("name", ["grid", "stages"])
+def test_memory_is_that_of_the_rank_with_most(runs, name):
+    _, ranks = runs[name]
+    memory = json.loads(ranks[0].snapshots[0])["memory"]
+    # fp32 weights lie in DDP's buffers, as their gradients do.
+    held = [4 * sum(buffer.numel for buffer in rank.buffers) for rank in ranks]
+    assert memory == {
+        "parameters_bytes": max(held), "gradients_bytes": max(held), "staging_bytes": 0,
+    }  # fmt: skip
+    assert not any("MXFP8" in rank.printed for rank in ranks)
 
 
 @pytest.mark.parametrize("name", ["grid", "stages"])

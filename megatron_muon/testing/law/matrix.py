@@ -153,9 +153,6 @@ REFUSED: Mapping[str, tuple[int, Case, str]] = {
         2, Case(tp=2, tp_mode="blockwise", exchange_dtype="bf16"),
         "--muon-exchange-dtype bf16 has no effect",
     ),
-    "parameter gather overlapped without a layout": (
-        2, Case(wrap="legacy", overlap_grad=True, overlap_param=True), "--overlap-param-gather",
-    ),
     "no matrix left": (
         2, Case(exclude="*linear_*.weight"), "none of the model's",
     ),

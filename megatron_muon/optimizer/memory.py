@@ -1,0 +1,88 @@
+"""Bytes that a rank keeps for weights and gradients, and those it writes before a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_muon.optimizer.masters import is_quantized
+from megatron_muon.optimizer.param_sync import Staging
+
+_PLANES = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+"""What an MXFP8 weight consists of, by Transformer Engine's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank, or the largest of several, each by itself.
+
+    Attributes:
+        num_quantized: Quantized weights.
+        quantized_nbytes: Their codes and scales.
+        plain_nbytes: All other weights, with the padding of the buffers they lie in.
+        gradients_nbytes: DDP's gradient buffers.
+        staging_nbytes: Masters written before each gather of weights, into gradient buffers and
+            those of other weights; it takes no memory of its own.
+    """
+
+    num_quantized: int = 0
+    quantized_nbytes: int = 0
+    plain_nbytes: int = 0
+    gradients_nbytes: int = 0
+    staging_nbytes: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Return what the report holds."""
+        return {
+            "parameters_bytes": self.quantized_nbytes + self.plain_nbytes,
+            "gradients_bytes": self.gradients_nbytes,
+            "staging_bytes": self.staging_nbytes,
+        }
+
+
+def measure_memory(model_chunks: Sequence[Any], stagings: Iterable[Staging]) -> Memory:
+    """Add up what this rank keeps.
+
+    Args:
+        model_chunks: Model chunks, most often wrapped in DDP.
+        stagings: What is written before the gathers.
+    """
+    # A tied embedding is in two chunks.
+    params = list(dict.fromkeys(p for chunk in model_chunks for p in chunk.parameters()))
+    quantized = [param for param in params if is_quantized(param)]
+    plain = [param for param in params if not is_quantized(param)]
+    buffers = [buffer for chunk in model_chunks for buffer in _buffers(chunk)]
+    return Memory(
+        num_quantized=len(quantized),
+        quantized_nbytes=_nbytes(_planes(quantized)),
+        plain_nbytes=_nbytes(param.detach() for param in plain),
+        gradients_nbytes=_nbytes(buffer.grad_data for buffer in buffers),
+        staging_nbytes=sum(staging.nbytes for staging in stagings),
+    )
+
+
+def largest(memories: Sequence[Memory]) -> Memory:
+    """Return the largest value of each number."""
+    return Memory(*(max(getattr(m, name) for m in memories) for name in Memory.__slots__))
+
+
+def _buffers(chunk: Any) -> Iterator[Any]:
+    # What is not wrapped in DDP has a method named buffers.
+    if hasattr(chunk, "bucket_groups"):
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def _planes(params: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    for param in params:
+        planes = (getattr(param, name, None) for name in _PLANES)
+        yield from (plane for plane in planes if plane is not None)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages behind tensors, each once: a weight may lie in a buffer."""
+    storages = {storage.data_ptr(): storage.nbytes()
+                for storage in (tensor.untyped_storage() for tensor in tensors)}  # fmt: skip
+    return sum(storages.values())
