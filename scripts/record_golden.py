@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_muon.testing.golden import (
     EXPECTED_MUTANTS,
+    QUANTIZATION_MUTANTS,
     SCALING_MUTANTS,
     MetricSeries,
     Mutant,
@@ -32,7 +33,11 @@ BASES: dict[Precision, tuple[str, tuple[Grid, ...]]] = {
     "bf16": ("gpt_tp2_dp2", (Grid(1, 1), Grid(2, 1), Grid(1, 2), Grid(1, 3))),
     "fp16": ("gpt_fp16_tp2_dp2", (Grid(1, 1), Grid(4, 1), Grid(1, 3))),
     "fp32": ("gpt_fp32_tp2_dp2", ()),
+    "mxfp8": ("gpt_mxfp8_tp2_dp2", (Grid(1, 1), Grid(2, 1), Grid(1, 2), Grid(1, 3), Grid(1, 4))),
 }
+OWN_MUTANTS: dict[Precision, tuple[Mutant, ...]] = {
+    "fp16": SCALING_MUTANTS, "mxfp8": QUANTIZATION_MUTANTS
+}  # fmt: skip
 
 
 def main() -> None:
@@ -66,7 +71,7 @@ def record_precision(precision: Precision, run: Callable[..., MetricSeries]) -> 
         if precision_of(read_case(folder)) == precision
     }
     others = {str(grid): run(f"{base}_{grid}", base, grid) for grid in grids}
-    names = EXPECTED_MUTANTS + (SCALING_MUTANTS if precision == "fp16" else ())
+    names = EXPECTED_MUTANTS + OWN_MUTANTS.get(precision, ())
     mutants = {mutant: run(f"{base}_{mutant}", base, mutant=mutant) for mutant in names}
     for name, curve in cases.items():
         rest = {other: c for other, c in cases.items() if other != name}

@@ -105,9 +105,8 @@ class MuonChain(ChainedOptimizer):
             for param, master in masters_of(leaf).items()
         ]
         forget_initial_values(model_chunks)
-        self.stagings = install_staging(
-            self.leaves, [chunk for chunk in model_chunks if hasattr(chunk, "bucket_groups")]
-        )
+        self._wrapped_chunks = [chunk for chunk in model_chunks if hasattr(chunk, "bucket_groups")]
+        self.stagings = install_staging(self.leaves, self._wrapped_chunks)
         self.num_skipped = 0
         self._num_in_a_row = 0
         self._statistics: GradStatistics | None = None
@@ -231,13 +230,53 @@ class MuonChain(ChainedOptimizer):
         total = torch.stack(sums).sum() if sums else 0.0
         return math.sqrt(self.span.sum([total])[0])
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the optimizers' states, and make all weights of the loaded masters; collective.
+
+        A checkpoint of the model holds what its weights were rounded or quantized to, and weights
+        quantized again from that are not those of the masters.
+        """
+        super().load_state_dict(state_dict)
+        self._part_steps()
+        self._renew_weights()
+
+    def _part_steps(self) -> None:
+        """Give each parameter a count of steps of its own.
+
+        Without Transformer Engine and Apex Megatron (0.19.2, distrib_optimizer.py:1024) gives all
+        of a ``DistributedOptimizer`` the same tensor, which each of them then counts up.
+        """
+        for leaf in self.leaves:
+            for state in leaf.optimizer.state.values():
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def _renew_weights(self) -> None:
+        """Make all weights of the masters, on every rank; collective."""
+        for leaf in self.leaves:
+            is_staged = isinstance(leaf, DistributedOptimizer) and (
+                self.config.reuse_grad_buf_for_mxfp8_param_ag
+            )
+            if not is_staged and not isinstance(leaf, FP32Optimizer):
+                leaf._copy_main_params_to_model_params()
+        if self._is_replicated:
+            return
+        first = self.chained_optimizers[0]
+        if getattr(first, "layerwise_param_sync_via_bucket_group", True):
+            for chunk in self._wrapped_chunks:
+                chunk.start_param_sync(force_sync=True)
+        else:
+            first.allgather_params()
+
     def save_state_dict_to_file(self, filename: str) -> None:
         """Save as a file of one rank, Megatron's ``torch`` format without a parameter layout."""
         self._only_layer_wise().save_state_dict_to_file(filename)
 
     def load_state_dict_from_file(self, filename: str) -> None:
-        """Load what :meth:`save_state_dict_to_file` wrote."""
+        """Load what :meth:`save_state_dict_to_file` wrote, as :meth:`load_state_dict` does."""
         self._only_layer_wise().load_state_dict_from_file(filename)
+        self._renew_weights()
 
     def _only_layer_wise(self) -> Any:
         if len(self.chained_optimizers) == 1:

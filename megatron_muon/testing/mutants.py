@@ -11,6 +11,11 @@ import torch.distributed as dist
 from megatron_muon.testing.golden import Mutant
 
 _SKIPPED_OWNER = 1
+_MXFP8_FLAGS = {
+    "--fp8-format": 1, "--fp8-recipe": 1, "--fp8-param-gather": 0,
+    "--reuse-grad-buf-for-mxfp8-param-ag": 0,
+}  # fmt: skip
+"""Flags that make weights MXFP8, each with the number of its values."""
 
 
 def mutant_flags(mutant: Mutant | None, flags: Sequence[str]) -> list[str]:
@@ -25,6 +30,10 @@ def mutant_flags(mutant: Mutant | None, flags: Sequence[str]) -> list[str]:
         changed += ["--muon-tp-mode", "blockwise"]
     if mutant == "unsplit-qkv":
         changed += ["--muon-no-split-qkv"]
+    if mutant == "unquantized-weights":
+        for flag, num_values in _MXFP8_FLAGS.items():
+            place = changed.index(flag)
+            del changed[place : place + 1 + num_values]
     return changed
 
 
@@ -48,6 +57,10 @@ def break_step(mutant: Mutant | None) -> None:
         from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
         DynamicGradScaler.inv_scale = property(lambda self: torch.ones_like(self.scale))
+    if mutant == "unstaged-weights":
+        from megatron_muon.optimizer.param_sync import Staging
+
+        Staging.stage = _does_nothing  # type: ignore[method-assign,assignment]
 
 
 def _does_nothing(self: Any) -> bool:

@@ -82,6 +82,8 @@ def num_ranks_of(case: FunctionalCase) -> int:
 
 def precision_of(case: FunctionalCase) -> Precision:
     """Return the precision a case trains in."""
+    if case.model_args.get("--fp8-recipe") == "mxfp8":
+        return "mxfp8"
     for precision in ("bf16", "fp16"):
         if case.model_args.get(f"--{precision}"):
             return precision

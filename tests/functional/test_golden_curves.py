@@ -1,8 +1,9 @@
 """Whole training runs held to the recorded curves, in every precision and at every parallel size.
 
 Largest distance between two right runs over 50 steps, and the nearest mutant, unsplit-qkv in each:
-bf16 5.1e-4 and 6.0e-3, fp16 8.2e-5 and 2.5e-3, fp32 2.4e-7 and 6.0e-3. Newton-Schulz's products in
-bf16 (``--muon-fp32-matmul-prec medium``) move an fp32 curve by 1e-4.
+bf16 5.1e-4 and 6.0e-3, fp16 8.2e-5 and 2.5e-3, fp32 2.4e-7 and 6.0e-3. MXFP8 2.0e-4 and 2.0e-3,
+and 9.1e-4 with bf16 weights. Newton-Schulz's products in bf16 (``--muon-fp32-matmul-prec medium``)
+move an fp32 curve by 1e-4.
 """
 
 from pathlib import Path
@@ -37,7 +38,8 @@ CASES: dict[str, Precision] = {
     for path in sorted(golden_folder().glob("*/model_config.yaml"))
 }
 BASES: dict[Precision, str] = {
-    "bf16": "gpt_tp2_dp2", "fp16": "gpt_fp16_tp2_dp2", "fp32": "gpt_fp32_tp2_dp2"
+    "bf16": "gpt_tp2_dp2", "fp16": "gpt_fp16_tp2_dp2", "fp32": "gpt_fp32_tp2_dp2",
+    "mxfp8": "gpt_mxfp8_tp2_dp2",
 }  # fmt: skip
 PAIRS = [
     (name, other) for name in CASES for other in (f"{name}_overlap", f"{name}_flat_overlap")
@@ -80,7 +82,7 @@ def test_there_are_cases_for_each_precision_and_grid() -> None:
     bf16 = [f"gpt_{grid}{end}" for grid in grids for end in ("", "_overlap")]
     fp16 = ["gpt_fp16_tp1_dp4", "gpt_fp16_tp2_dp2", "gpt_fp16_tp2_dp2_flat_overlap"]
     fp32 = [f"gpt_fp32_{grid}" for grid in ("tp1_dp1", "tp1_dp3", "tp2_dp2", "tp4_dp1")]
-    assert sorted([*bf16, *fp16, *fp32]) == list(CASES)
+    assert sorted([*bf16, *fp16, *fp32, "gpt_mxfp8_tp2_dp2"]) == list(CASES)
 
 
 @pytest.mark.parametrize("precision", BASES)
@@ -99,8 +101,8 @@ def test_the_cases_differ_in_parallel_sizes_overlap_and_layout_alone(precision: 
 def test_a_case_follows_its_golden_curve(name: str, curves: dict[str, MetricSeries]) -> None:
     golden, provenance = load_recorded(golden_folder() / name / GOLDEN_NAME)
     recorded = golden.metric("lm loss")
-    if CASES[name] == "fp32":  # also another processor's sums agree to that
-        held = compare(curves[name], recorded, kind="cross-sharding", precision="fp32")
+    if CASES[name] in ("fp32", "mxfp8"):  # also another processor's sums agree to that
+        held = compare(curves[name], recorded, kind="cross-sharding", precision=CASES[name])
     else:
         held = compare(curves[name], recorded, kind="cross-hardware")
     assert held.passed, held.message
@@ -152,14 +154,32 @@ def test_fp16_skips_the_same_steps_at_every_parallel_size(
     assert rates[3] > 0
 
 
+@pytest.mark.parametrize(
+    ("precision", "mutant"), [("bf16", "unsplit-qkv"), ("mxfp8", "unquantized-weights")]
+)
 def test_a_broken_run_leaves_the_curve(
+    precision: Precision,
+    mutant: Mutant,
+    data_prefix: str,
+    tmp_path: Path,
+    curves: dict[str, MetricSeries],
+) -> None:
+    """The mutant nearest to the golden curve, of those that flags make."""
+    base = BASES[precision]
+    curve = train_case(base, data_prefix, tmp_path, mutant=mutant, timeout_s=RUN_TIMEOUT_S)
+    held = compare(curve, curves[base], kind="cross-sharding", precision=precision)
+    assert not held.passed, held.message
+
+
+@pytest.mark.full
+def test_the_mxfp8_curve_is_the_same_at_another_parallel_size(
     data_prefix: str, tmp_path: Path, curves: dict[str, MetricSeries]
 ) -> None:
-    """The mutant nearest to the golden curve, of those that one flag makes."""
-    base = BASES["bf16"]
-    curve = train_case(base, data_prefix, tmp_path, mutant="unsplit-qkv", timeout_s=RUN_TIMEOUT_S)
-    held = compare(curve, curves[base], kind="cross-sharding")
-    assert not held.passed, held.message
+    base = BASES["mxfp8"]
+    curve = train_case(base, data_prefix, tmp_path, grid=Grid(1, 3), timeout_s=RUN_TIMEOUT_S)
+    assert abs(curve.first - curves[base].first) <= 1e-5 * curve.first
+    held = compare(curve, curves[base], kind="cross-sharding", precision="mxfp8")
+    assert held.passed, held.message
 
 
 def test_products_in_bf16_leave_the_fp32_curve(
@@ -185,6 +205,8 @@ def test_products_in_bf16_leave_the_fp32_curve(
         ("fp16", "gradients-left-scaled"),
         ("fp32", "unsplit-qkv"),
         ("fp32", "one-owner-skipped"),
+        ("mxfp8", "unsplit-qkv"),
+        ("mxfp8", "unstaged-weights"),
     ],
 )
 def test_a_broken_run_leaves_the_curve_of_its_precision(

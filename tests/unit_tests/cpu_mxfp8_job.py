@@ -94,10 +94,23 @@ def build_only(changes: dict[str, Any]) -> None:
 
 
 def _model(run: Run, changes: dict[str, Any] | None = None) -> Any:
+    from megatron.core.transformer.module import Float16Module
+
+    model = gpt(run, changes)
+    return Float16Module(model.config, model)
+
+
+def gpt(run: Run, changes: dict[str, Any] | None = None, **stage: Any) -> Any:
+    """Build the model, or a stage of it.
+
+    Args:
+        run: How it is trained.
+        changes: Other fields of its config.
+        stage: Arguments of ``GPTModel`` that say which stage.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
 
     fields: dict[str, Any] = dict(
         num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=4,
@@ -117,11 +130,10 @@ def _model(run: Run, changes: dict[str, Any] | None = None) -> Any:
     config = TransformerConfig(**(fields | (changes or {})))
     torch.manual_seed(3)
     spec = get_gpt_layer_local_spec(num_experts=run.experts or None, normalization="RMSNorm")
-    model = GPTModel(
+    return GPTModel(
         config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False, **stage,
     )  # fmt: skip
-    return Float16Module(config, model)
 
 
 def _wrapped(run: Run) -> Any:

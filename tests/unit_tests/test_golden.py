@@ -607,8 +607,8 @@ def test_every_mutant_has_to_be_there_and_to_fail(name):
     assert "within 0.001" in reason
 
 
-@pytest.mark.parametrize("name", gv.SCALING_MUTANTS)
-def test_a_scaling_mutant_need_not_be_there_but_has_to_fail(name):
+@pytest.mark.parametrize("name", gv.SCALING_MUTANTS + gv.QUANTIZATION_MUTANTS)
+def test_a_mutant_of_one_precision_need_not_be_there_but_has_to_fail(name):
     rule = {"precision": "fp16"}
     assert reasons(curve(), mutants=mutants(curve()) | {name: curve(off=2e-3)}, **rule) == ()
     passing = mutants(curve()) | {name: curve(off=4e-4)}
@@ -617,10 +617,13 @@ def test_a_scaling_mutant_need_not_be_there_but_has_to_fail(name):
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("bf16", 1e-3), ("fp16", 5e-4), ("fp32", 1e-5)]
+    ("precision", "tolerance"),
+    [("bf16", 1e-3), ("fp16", 5e-4), ("fp32", 1e-5), ("mxfp8", 4e-4)],
 )
 def test_the_precision_of_a_case_decides_its_tolerance(precision, tolerance):
-    flags = {} if precision == "fp32" else {f"--{precision}": True}
+    flags = {
+        "fp32": {}, "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"}
+    }.get(precision, {f"--{precision}": True})  # fmt: skip
     case = gv.FunctionalCase({}, "regular", (LOSS,), {"--lr": 1.0, **flags})
     assert precision_of(case) == precision
     assert gv.tolerance_of("cross-sharding", precision) == tolerance

@@ -27,6 +27,7 @@ from megatron_muon.testing.golden.curves import (
 )
 from megatron_muon.testing.golden.provenance import (
     EXPECTED_MUTANTS,
+    QUANTIZATION_MUTANTS,
     SCALING_MUTANTS,
     Evidence,
     Mutant,
@@ -49,6 +50,7 @@ __all__ = [
     "DECIMALS",
     "EXPECTED_MUTANTS",
     "KINDS",
+    "QUANTIZATION_MUTANTS",
     "SCALING_MUTANTS",
     "Comparison",
     "Evidence",

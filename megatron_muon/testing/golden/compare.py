@@ -23,13 +23,13 @@ type Kind = Literal["exact", "cross-sharding", "cross-hardware"]
 ``cross-hardware``: another processor or other library versions.
 """
 
-type Precision = Literal["bf16", "fp16", "fp32"]
+type Precision = Literal["bf16", "fp16", "fp32", "mxfp8"]
 """Precision of the run, which decides the tolerance between shardings."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision.__value__)
 
-_CROSS_SHARDING: dict[Precision, float] = {"bf16": 1e-3, "fp16": 5e-4, "fp32": 1e-5}
+_CROSS_SHARDING: dict[Precision, float] = {"bf16": 1e-3, "fp16": 5e-4, "fp32": 1e-5, "mxfp8": 4e-4}
 _CROSS_HARDWARE = 1e-2
 
 

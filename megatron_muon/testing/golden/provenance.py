@@ -35,7 +35,8 @@ type ExpectedMutant = Literal[
     "frozen-weights", "adamw-for-muon", "blockwise-tp", "unsplit-qkv", "one-owner-skipped"
 ]
 type ScalingMutant = Literal["update-divided-by-loss-scale", "gradients-left-scaled"]
-type Mutant = ExpectedMutant | ScalingMutant
+type QuantizationMutant = Literal["unquantized-weights", "unstaged-weights"]
+type Mutant = ExpectedMutant | ScalingMutant | QuantizationMutant
 """A run that is broken on purpose.
 
 ``frozen-weights``: no weight is ever updated.
@@ -48,13 +49,19 @@ With a loss scale only:
 
 ``update-divided-by-loss-scale``: Muon's update is unscaled, as a gradient should be.
 ``gradients-left-scaled``: no gradient is divided by the loss scale.
+
+With gathered MXFP8 weights only:
+
+``unquantized-weights``: the weights are bf16.
+``unstaged-weights``: nothing is written before a gather, so all weights become zero.
 """
 
 EXPECTED_MUTANTS: tuple[Mutant, ...] = get_args(ExpectedMutant.__value__)
 """Those that every recording needs."""
 
 SCALING_MUTANTS: tuple[Mutant, ...] = get_args(ScalingMutant.__value__)
-MUTANTS = EXPECTED_MUTANTS + SCALING_MUTANTS
+QUANTIZATION_MUTANTS: tuple[Mutant, ...] = get_args(QuantizationMutant.__value__)
+MUTANTS = EXPECTED_MUTANTS + SCALING_MUTANTS + QUANTIZATION_MUTANTS
 
 SOURCES: tuple[Source, ...] = get_args(Source.__value__)
 

@@ -474,3 +474,67 @@ SCALE_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManage
     "momentum in fp16": lambda: _patched(_MUON + "OwnedMuon.__init__", _momentum_in_fp16),
 }
 """What breaks the step where loss scale, clip or precision matter, by the name of the fault."""
+
+
+# Quantized weights.
+
+
+def _stages_nothing(stage: _Function) -> _Function:
+    del stage
+    return lambda staging: None
+
+
+def _copied_too(copy_main: _Function) -> _Function:
+    """Masters are copied to quantized weights after the step, though a gather follows."""
+
+    def copied(wrapper: Any) -> None:
+        wrapper.gathers = False
+        copy_main(wrapper)
+
+    return copied
+
+
+def _from_quantized(init: _Function) -> _Function:
+    """Masters start from what the quantized weights stand for."""
+
+    def initialized(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        init(wrapper, *args, **kwargs)
+        for param, master in wrapper._pairs():
+            master.data.copy_(param.detach().float())
+
+    return initialized
+
+
+def _left_dirty(post: _Function) -> _Function:
+    """The borrowed buffer keeps what came in it, added to the next gradients."""
+
+    def left(group: Any) -> None:
+        came = [(bucket.param_data, bucket.param_data.clone())
+                for bucket in group.buckets if bucket.param_data is not None]  # fmt: skip
+        post(group)
+        for borrowed, values in came:
+            borrowed.copy_(values)
+
+    return left
+
+
+_MASTERS = "megatron_muon.optimizer.masters:MasterOptimizer."
+
+MXFP8_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "no staging": lambda: _patched(
+        "megatron_muon.optimizer.param_sync:Staging.stage", _stages_nothing
+    ),
+    "master copied to quantized weight": lambda: _patched(
+        _MASTERS + "_copy_main_params_to_model_params", _copied_too
+    ),
+    "initial value not used": lambda: _patched(_MASTERS + "__init__", _from_quantized),
+    "initial value kept": lambda: _patched(_CHAIN + "forget_initial_values", lambda _: list),
+    "borrowed buffer not zeroed": lambda: _patched(
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup._post_param_sync",
+        _left_dirty,
+    ),
+    "weights not made after a load": lambda: _patched(
+        _CHAIN + "MuonChain._renew_weights", lambda _: lambda chain: None
+    ),
+}
+"""What breaks the gather of quantized weights, by the name of the fault."""
