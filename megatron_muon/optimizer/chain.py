@@ -35,7 +35,12 @@ from megatron_muon.optimizer.grad_statistics import (
     measure,
     squares,
 )
-from megatron_muon.optimizer.masters import forget_initial_values, leaves, masters_of
+from megatron_muon.optimizer.masters import (
+    WholeFP32Optimizer,
+    forget_initial_values,
+    leaves,
+    masters_of,
+)
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_sync import install_staging
 
@@ -258,7 +263,7 @@ class MuonChain(ChainedOptimizer):
             is_staged = isinstance(leaf, DistributedOptimizer) and (
                 self.config.reuse_grad_buf_for_mxfp8_param_ag
             )
-            if not is_staged and not isinstance(leaf, FP32Optimizer):
+            if not is_staged and not isinstance(leaf, WholeFP32Optimizer):
                 leaf._copy_main_params_to_model_params()
         if self._is_replicated:
             return
@@ -268,6 +273,11 @@ class MuonChain(ChainedOptimizer):
                 chunk.start_param_sync(force_sync=True)
         else:
             first.allgather_params()
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load masters and state of byte-sharded optimizers, and make weights of the masters."""
+        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
+        self._renew_weights()
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Save as a file of one rank, Megatron's ``torch`` format without a parameter layout."""

@@ -488,8 +488,10 @@ def _copied_too(copy_main: _Function) -> _Function:
     """Masters are copied to quantized weights after the step, though a gather follows."""
 
     def copied(wrapper: Any) -> None:
-        wrapper.gathers = False
+        from megatron_muon.optimizer.masters import is_quantized, masters_of, quantize
+
         copy_main(wrapper)
+        quantize((p, m) for p, m in masters_of(wrapper).items() if is_quantized(p))
 
     return copied
 
