@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,10 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.integration.install import install, uninstall
 from megatron_muon.testing.ranks import run_ranks
+from tests.unit_tests.command_line import parser
 from tests.unit_tests.gtp_job import SCENARIOS, run_scenarios
-from tests.unit_tests.test_preflight import SMALL
 
 MUON = ["--optimizer", "muon", "--use-distributed-optimizer"]
 SHARDS = "--tensor-parallel-num-weight-shards"
@@ -23,20 +21,8 @@ EXPERT_SHARDS = "--expert-tensor-parallel-num-weight-shards"
 @pytest.fixture
 def parse(monkeypatch):
     """Return a function that parses and validates a command line as Megatron does."""
-    uninstall()
-    install(device="cpu")
-    from megatron.training.arguments import parse_args, validate_args
-
-    def of(*flags):
-        monkeypatch.setattr(sys, "argv", ["pretrain.py", *SMALL, *flags])
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        monkeypatch.setenv("RANK", "0")
-        args = parse_args()
-        validate_args(args)
-        return args
-
-    yield of
-    uninstall()
+    with parser(monkeypatch) as parse:
+        yield parse
 
 
 @pytest.mark.parametrize(
