@@ -13,6 +13,7 @@ from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.install import install, installation, uninstall
 from megatron_muon.optimizer.compatibility import PAIRS
 from megatron_muon.optimizer.config import CLIPS, EXCHANGE_DTYPES, FLAGS, LAYOUTS, TP_MODES, resolve
+from tests.unit_tests.command_line import parser
 
 DISTRIBUTED = {"use_layer_wise_distributed_optimizer": True}
 
@@ -253,24 +254,8 @@ def test_install_takes_later_names_of_layouts(name):
 @pytest.fixture
 def parse(monkeypatch):
     """Return a function that parses and validates a command line as Megatron does."""
-    import sys
-
-    from tests.unit_tests.test_preflight import SMALL
-
-    uninstall()
-    install(device="cpu")
-    from megatron.training.arguments import parse_args, validate_args
-
-    def of(*flags):
-        monkeypatch.setattr(sys, "argv", ["pretrain.py", *SMALL, "--optimizer", "muon", *flags])
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        monkeypatch.setenv("RANK", "0")
-        args = parse_args()
-        validate_args(args)
-        return args
-
-    yield of
-    uninstall()
+    with parser(monkeypatch, "--optimizer", "muon") as parse:
+        yield parse
 
 
 @pytest.mark.parametrize("flag", FLAGS)
