@@ -54,7 +54,7 @@ def build_on_layout(
     if model_chunks[0].ddp_config.num_distributed_optimizer_instances != 1:
         raise UnsupportedError(
             "--num-distributed-optimizer-instances above 1 is not supported with --optimizer muon: "
-            "leave it at 1, or give --no-use-layer-wise-param-layout."
+            "leave it at 1."
         )
     param_groups = _param_groups(config, model_chunks, config_overrides, settings)
     children: list[Any] = []

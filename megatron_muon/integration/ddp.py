@@ -128,6 +128,10 @@ def stages_before_gather(function: Callable[..., None]) -> Callable[..., None]:
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
         staging: Staging | None = getattr(self, STAGING, None)
         is_under_way = force_sync and self.param_gather_handle is not None
+        if is_under_way and not self.ddp_config.use_distributed_optimizer:
+            # Megatron would only wait, and leave what came in the gradient buffer.
+            self.finish_param_sync(skip_next_bucket_dispatch=True)
+            return
         if staging is not None and not is_under_way:
             staging.stage()
         function(self, force_sync)

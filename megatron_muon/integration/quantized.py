@@ -158,11 +158,14 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[Any], is_distrib
     message = problem(storage)
     if message is not None:
         raise UnsupportedError(message)
-    if storage.gathers and not config.reuse_grad_buf_for_mxfp8_param_ag:
-        raise ConfigurationError(
-            "DDP's config has reuse_grad_buf_for_mxfp8_param_ag=True, the optimizer's has False: "
-            "give OptimizerConfig the same value (--reuse-grad-buf-for-mxfp8-param-ag sets both)."
-        )
+    for chunk in model_chunks:
+        told = _reuses_buffer(chunk)
+        if hasattr(chunk, "ddp_config") and told != config.reuse_grad_buf_for_mxfp8_param_ag:
+            raise ConfigurationError(
+                f"DDP's config has reuse_grad_buf_for_mxfp8_param_ag={told}, the optimizer's has "
+                f"{not told}: give OptimizerConfig the same value "
+                "(--reuse-grad-buf-for-mxfp8-param-ag sets both)."
+            )
 
 
 def _storage_of_model(

@@ -117,6 +117,13 @@ class MuonChain(ChainedOptimizer):
         self._statistics: GradStatistics | None = None
         self._error: NonFiniteGradientError | None = None
 
+    def _disable_deferred_mxfp8_param_sync(self) -> None:
+        """Let each scalar optimizer gather as before: Megatron would have all of them gather."""
+        # Every one gathers the buckets of all scalars, so only the last does.
+        scalars = [c for c in self.chained_optimizers if isinstance(c, DistributedOptimizer)]
+        for child in scalars:
+            child._defer_param_sync = child is not scalars[-1]
+
     def get_loss_scale(self) -> torch.Tensor:
         """Return the factor on the loss, fp32 of shape (1,)."""
         return self._no_scale if self.grad_scaler is None else self.grad_scaler.scale
@@ -241,9 +248,17 @@ class MuonChain(ChainedOptimizer):
         A checkpoint of the model holds what its weights were rounded or quantized to, and weights
         quantized again from that are not those of the masters.
         """
+        self._finish_gathers()
         super().load_state_dict(state_dict)
         self._part_steps()
         self._renew_weights()
+
+    def _finish_gathers(self) -> None:
+        """End the gathers that are under way, which are of the weights before; collective."""
+        for chunk in self._wrapped_chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
 
     def _part_steps(self) -> None:
         """Give each parameter a count of steps of its own.

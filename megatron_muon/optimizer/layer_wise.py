@@ -102,6 +102,12 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         chunks = model_chunks or []
         for chunk in chunks:
             verify_layout(chunk)
+        intra, whole = (getattr(pg_collection, name, None) for name in ("intra_dp_cp", "dp_cp"))
+        if intra is not None and whole is not None and intra.size() != whole.size():
+            raise UnsupportedError(
+                "--num-distributed-optimizer-instances above 1 is not supported with --optimizer "
+                "muon: a rank would step matrices of whose gradients it has a part. Leave it at 1."
+            )
         self.kind, self._grad_scaler = published_kind(chunks), grad_scaler
         self.dist_metas: dict[torch.nn.Parameter, MuonDistMeta] = {}
         self._buffers = [
@@ -114,6 +120,11 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             self._init_flat(optimizers, config, pg_collection, init_state_fn_list, chunks)
         else:
             self._init_owner(optimizers, config, pg_collection, init_state_fn_list, chunks)
+        # Fixed here: whether DDP's bucket groups gather new weights, or this optimizer does, as it
+        # has to without a layout and without overlap.
+        self.layerwise_param_sync_via_bucket_group = bool(
+            self.use_buffer_param_sync or self.overlap_param_gather
+        )
 
     def _init_owner(
         self,
@@ -239,11 +250,6 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             raise UnsupportedError(
                 "Checkpoints do not work with --muon-layout flat yet: use --muon-layout owner."
             )
-
-    @property
-    def layerwise_param_sync_via_bucket_group(self) -> bool:
-        """Whether DDP's bucket groups gather new weights; else this optimizer does, by itself."""
-        return self.use_buffer_param_sync or self.overlap_param_gather
 
     def _should_defer_mxfp8_param_sync(self) -> bool:
         """Never hold back the gather of scalar buckets: theirs is not this optimizer's to start."""

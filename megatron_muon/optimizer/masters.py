@@ -45,9 +45,11 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
         """
         super().__init__(optimizer, config, grad_scaler, init_fn)
         for param, master in self._pairs():
-            if is_quantized(param) and hasattr(param, "get_high_precision_init_val"):
+            value = _initial_value(param) if is_quantized(param) else None
+            if value is not None:
                 # Megatron's own wrapper starts from the quantized value.
-                master.data.copy_(param.get_high_precision_init_val().view(master.shape))
+                master.data.copy_(value.view(master.shape))
+        self._plain = [(p, m) for p, m in self._pairs() if not is_quantized(p) and p is not m]
 
     def _pairs(self) -> Pairs:
         return masters_of(self).items()
@@ -56,8 +58,7 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
         self,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the data of models and masters that are copied as they are."""
-        pairs = [(p, m) for p, m in self._pairs() if not is_quantized(p) and p is not m]
-        return [param.data for param, _ in pairs], [master.data for _, master in pairs]
+        return [param.data for param, _ in self._plain], [master.data for _, master in self._plain]
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         super()._copy_model_params_to_main_params(state_dict)
@@ -182,6 +183,14 @@ def set_values(param: torch.nn.Parameter, values: torch.Tensor) -> None:
         copy_tensor_to_quantized_param(param, values)
     else:
         param.data.copy_(values)
+
+
+def _initial_value(param: Any) -> torch.Tensor | None:
+    """Return what a quantized weight was made of, ``None`` if it is not kept."""
+    if not hasattr(param, "get_high_precision_init_val"):
+        return None
+    value: torch.Tensor | None = param.get_high_precision_init_val()
+    return value
 
 
 def forget_initial_values(model_chunks: Iterable[torch.nn.Module]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.masters import is_quantized, masters_of, quantize
 
 STAGING = "muon_staging"
@@ -45,7 +46,8 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return sum(place.numel() * place.element_size() for place in self.places)
+        owned = sum(param.numel() * param.element_size() for param, _ in self.owned)
+        return owned + sum(place.numel() * place.element_size() for place in self.places)
 
 
 def install_staging(leaves: Sequence[Any], model_chunks: Sequence[Any]) -> list[Staging]:
@@ -71,11 +73,21 @@ def install_staging(leaves: Sequence[Any], model_chunks: Sequence[Any]) -> list[
     return installed
 
 
+def _check_trained(param: torch.nn.Parameter, bucket: Any) -> None:
+    """Refuse a weight that DDP gathers and nobody steps: it would be made of what lies there."""
+    if bucket.param_data is not None and is_quantized(param) and not param.requires_grad:
+        raise ConfigurationError(
+            f"A quantized weight of shape {tuple(param.shape)} was frozen after the model was "
+            "wrapped in DDP, which would lose it. Set requires_grad before wrapping."
+        )
+
+
 def _staging(group: Any, held: dict[torch.nn.Parameter, tuple[Any, torch.Tensor]]) -> Staging:
     staging = Staging([], [], [])
     for bucket in group.buckets:
         for param in bucket.params_list:
             if param not in held:
+                _check_trained(param, bucket)
                 continue
             leaf, master = held[param]
             is_sharded = isinstance(leaf, DistributedOptimizer)

@@ -26,9 +26,10 @@ from megatron_muon.testing.law.build import masters, parallel_state, parameters
 from megatron_muon.testing.law.mutants import MUTANTS, MXFP8_MUTANTS
 from tests.unit_tests.cpu_mxfp8_job import BATCH, SEQUENCE, VOCAB, Run, gpt
 
-Event = Literal["step", "evaluation", "skip", "load"]
+Event = Literal["step", "evaluation", "skip", "load", "forced in flight", "load in flight"]
 """What happens: a step, an evaluation after three forced syncs, a step whose gradients are NaN on
-one rank, and a load of the optimizer's state into weights that are all wrong."""
+one rank, and a load of the optimizer's state into weights that are all wrong; a forced sync and a
+load while every gather is under way."""
 
 STEPS: tuple[Event, ...] = 6 * ("step",)
 
@@ -180,6 +181,8 @@ class _Training:
         happens = {
             "step": self._step, "evaluation": self._evaluate, "load": self._load,
             "skip": lambda: self._step(skips=True),
+            "forced in flight": self._force_in_flight,
+            "load in flight": lambda: (self._dispatch(), self._load()),
         }  # fmt: skip
         self._unhook(param_sync=False)  # the first step goes without, as in Megatron's loop
         with _poisoned(self.seen) if self.run.poisons else contextlib.nullcontext():
@@ -263,6 +266,19 @@ class _Training:
                 chunk.start_param_sync(force_sync=True)
         else:
             self.optimizer.chained_optimizers[0].allgather_params()
+
+    def _dispatch(self) -> None:
+        """Start the gathers of the next forward pass."""
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.start_param_sync()
+
+    def _force_in_flight(self) -> None:
+        """Ask for all weights at once while they are on their way."""
+        self._dispatch()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+        self.seen.loaded.append((masters(self.optimizer, self.chunks)[0], *self._weights()))
 
     def _load(self) -> None:
         """Load the state where all weights are wrong, and the masters that the state has."""

@@ -21,7 +21,7 @@ import torch
 
 from megatron_muon.integration.cpu_mxfp8_tensor import CpuMXFP8Quantizer
 from megatron_muon.testing.ranks import run_ranks
-from tests.unit_tests.mxfp8_job import MuonRun, Seen, run_all
+from tests.unit_tests.mxfp8_job import STEPS, MuonRun, Seen, run_all
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -98,6 +98,12 @@ LOADED = {
     for label, run in WAYS.items()
     if run.layout != "flat"  # which has no checkpoints
 }
+IN_FLIGHT = {
+    f"{event}, {label}": replace(run, events=("step", "step", event, *4 * ("step",)))
+    for event in ("forced in flight", "load in flight")
+    for label, run in WAYS.items()
+    if run.overlap and (event.startswith("forced") or label in LOADED)
+}
 BF16 = replace(ON, fp8=False, gather=False)
 BF16_LOADED = {label: replace(run, fp8=False, gather=False) for label, run in LOADED.items()}
 UNBUCKETED = replace(BF16, matrix_first=True)
@@ -126,7 +132,7 @@ GATHERED = MATRIX | OTHERS
 DEFAULT = {
     *(r for run in (*GATHERED.values(), ON) for r in (run, off(run))),
     *WAYS.values(), *EVALUATED.values(), *SKIPPED.values(), *LOADED.values(),
-    BF16, *BF16_LOADED.values(), UNBUCKETED, *BROKEN.values(),
+    BF16, *BF16_LOADED.values(), *IN_FLIGHT.values(), UNBUCKETED, *BROKEN.values(),
 }  # fmt: skip
 FULL = {r for run in REST.values() for r in (run, off(run))} - DEFAULT
 labels = [*GATHERED, *(pytest.param(label, marks=pytest.mark.full) for label in REST)]
@@ -313,6 +319,16 @@ def test_a_load_makes_all_weights_of_the_masters(label, loaded):
     never_loaded = WAYS[label] if run.fp8 else BF16
     assert losses(run) == losses(never_loaded)
     assert not differing(run, never_loaded)
+
+
+@pytest.mark.parametrize("label", IN_FLIGHT)
+def test_gathers_under_way_are_ended_first(label):
+    run = IN_FLIGHT[label]
+    assert not wrong_after_load(run)
+    assert not wrong_at_the_end(run)
+    stepped = replace(run, events=STEPS)
+    assert losses(run) == losses(stepped)
+    assert not differing(run, stepped)
 
 
 def wrong_after_load(run):

@@ -188,7 +188,7 @@ def _said(scenario: Callable[[], Any]) -> str:
     return "built"
 
 
-def _wrapped(layout: bool = True, reuse: bool = True) -> Any:
+def _wrapped(layout: bool = True, reuse: bool = True, run: Any = None) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import Float16Module
@@ -198,19 +198,28 @@ def _wrapped(layout: bool = True, reuse: bool = True) -> Any:
     from tests.unit_tests.cpu_mxfp8_job import Run, gpt
 
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=reuse
+        grad_reduce_in_fp32=True,
+        fp8_param_gather=reuse or run is None,
+        reuse_grad_buf_for_mxfp8_param_ag=reuse,
     )
     args = SimpleNamespace(
         optimizer="muon", use_layer_wise_distributed_optimizer=True,
         use_layer_wise_param_layout=layout,
     )  # fmt: skip
-    model = gpt(Run(gather=True))
+    model = gpt(run or Run(gather=True))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
         (chunk,) = _ddp_wrap(
             [Float16Module(model.config, model)], False, ddp_config, False, pg_collection=groups
         )
     return chunk
+
+
+def _bf16() -> Any:
+    """Wrap a model without MXFP8 weights."""
+    from tests.unit_tests.cpu_mxfp8_job import Run
+
+    return _wrapped(reuse=False, run=Run(fp8=False))
 
 
 def _build(chunk: Any = None, **changes: Any) -> Any:
@@ -257,6 +266,13 @@ def _grouped_weights() -> None:
         _with("fp8_utils", {"HAVE_TE_GROUPED_TENSOR_CLASS": True, "GroupedTensor": CpuMXFP8Tensor})
 
 
+def _frozen_after_wrapping() -> None:
+    chunk = _wrapped()
+    frozen = next(p for p in chunk.parameters() if getattr(p, "is_mxfp8_weight", False))
+    frozen.requires_grad_(False)
+    _build(chunk)
+
+
 def _model_says(field: str, value: Any, on_ranks: tuple[int, ...] = (0, 1)) -> None:
     chunk = _wrapped()
     if torch.distributed.get_rank() in on_ranks:
@@ -279,6 +295,10 @@ SCENARIOS: dict[str, tuple[Callable[[], Any], str]] = {
                                    "UnsupportedError: --fp8-param-gather with --fp8-recipe mxfp8"),
     "no buffer of the optimizer": (lambda: _build(reuse_grad_buf_for_mxfp8_param_ag=False),
                                    "ConfigurationError: DDP's config has reuse_grad_buf_for_mxf"),
+    "no buffer of DDP": (lambda: _build(_bf16(), fp8_recipe=None),
+                         "ConfigurationError: DDP's config has reuse_grad_buf_for_mxfp8_param_ag"),
+    "frozen after wrapping": (_frozen_after_wrapping,
+                              "ConfigurationError: A quantized weight of shape (64, 64) was froz"),
     "not distributed": (
         lambda: _build(_wrapped(layout=False), use_layer_wise_distributed_optimizer=False),
         "UnsupportedError: --fp8-param-gather does not work with --optimizer muon alone: add "
