@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+_ALIGNMENT = 64
+"""Elements; as DDP aligns the parameters in its buffers."""
+
 
 def gather_whole[T: torch.Tensor](
     owners: Sequence[Sequence[T]],
@@ -25,6 +28,9 @@ def gather_whole[T: torch.Tensor](
     rank = group.rank()
     for dtype in dict.fromkeys(tensor.dtype for held in owners for tensor in held):
         shares = [[tensor for tensor in held if tensor.dtype == dtype] for held in owners]
+        for share in shares:
+            # Those of odd sizes last: kernels that read what came may want it aligned.
+            share.sort(key=lambda tensor: tensor.numel() % _ALIGNMENT != 0)
         device = next(tensor.device for share in shares for tensor in share)
         flats = [
             torch.empty(sum(t.numel() for t in share), dtype=dtype, device=device)
