@@ -52,6 +52,19 @@ RUNS = {
         2,
         "--bf16 --optimizer muon --use-distributed-optimizer --tensor-model-parallel-size 2",
     ),
+    **{
+        f"Muon in {name}, timers, logs and a checkpoint": (
+            2,
+            f"{flags} --optimizer muon --use-distributed-optimizer {LOGS} --save {{folder}} "
+            "--save-interval 3 --ckpt-format torch_dist",
+        )
+        for name, flags in (
+            ("fp32", ""),
+            ("fp32 without a layout", "--no-use-layer-wise-param-layout"),
+            ("fp16", "--fp16 --initial-loss-scale 65536"),
+            ("bf16", "--bf16"),
+        )
+    },
     "profile": (
         1,
         "--bf16 --profile --use-pytorch-profiler --nvtx-ranges --profile-step-start 1 "
