@@ -45,9 +45,8 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
-        owned = sum(param.numel() * param.element_size() for param, _ in self.owned)
-        return owned + sum(place.numel() * place.element_size() for place in self.places)
+        """Bytes that are written into buffers; without a layout there are none."""
+        return sum(place.numel() * place.element_size() for place in self.places)
 
 
 def install_staging(leaves: Sequence[Any], model_chunks: Sequence[Any]) -> list[Staging]:
