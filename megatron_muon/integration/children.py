@@ -81,9 +81,6 @@ def build_on_layout(
             # Megatron's factory gives each a scaler of its own.
             scalar.grad_scaler = grad_scaler
             scalars.append(scalar)
-    for child in scalars[:-1]:
-        # Each would gather the buckets of all of them: the last does, when all have stepped.
-        child._defer_param_sync = True
     return children + scalars
 
 

@@ -109,6 +109,7 @@ class MuonChain(ChainedOptimizer):
             for leaf in self.leaves
             for param, master in masters_of(leaf).items()
         ]
+        self._let_the_last_gather()
         forget_initial_values(model_chunks)
         self._wrapped_chunks = [chunk for chunk in model_chunks if hasattr(chunk, "bucket_groups")]
         self.stagings = install_staging(self.leaves, self._wrapped_chunks)
@@ -118,8 +119,11 @@ class MuonChain(ChainedOptimizer):
         self._error: NonFiniteGradientError | None = None
 
     def _disable_deferred_mxfp8_param_sync(self) -> None:
-        """Let each scalar optimizer gather as before: Megatron would have all of them gather."""
-        # Every one gathers the buckets of all scalars, so only the last does.
+        """Go back to what is the rule here; Megatron would have all scalar optimizers gather."""
+        self._let_the_last_gather()
+
+    def _let_the_last_gather(self) -> None:
+        """Let one scalar optimizer gather when all have stepped: it takes the buckets of all."""
         scalars = [c for c in self.chained_optimizers if isinstance(c, DistributedOptimizer)]
         for child in scalars:
             child._defer_param_sync = child is not scalars[-1]
@@ -248,7 +252,6 @@ class MuonChain(ChainedOptimizer):
         A checkpoint of the model holds what its weights were rounded or quantized to, and weights
         quantized again from that are not those of the masters.
         """
-        self._finish_gathers()
         super().load_state_dict(state_dict)
         self._part_steps()
         self._renew_weights()
@@ -274,6 +277,7 @@ class MuonChain(ChainedOptimizer):
     @torch.no_grad()
     def _renew_weights(self) -> None:
         """Make all weights of the masters, on every rank; collective."""
+        self._finish_gathers()
         for leaf in self.leaves:
             is_staged = isinstance(leaf, DistributedOptimizer) and (
                 self.config.reuse_grad_buf_for_mxfp8_param_ag

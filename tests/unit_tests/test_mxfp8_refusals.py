@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.integration.install import install, uninstall
+from megatron_muon.integration.install import install
 from megatron_muon.integration.quantized import REFUSALS, Storage, problem
 from megatron_muon.testing.ranks import run_ranks
-from tests.unit_tests.test_preflight import SMALL
+from tests.unit_tests.command_line import parser
 
 MUON = ["--optimizer", "muon", "--use-distributed-optimizer"]
 FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
@@ -31,21 +30,8 @@ GATHER = [*FP8, "--fp8-param-gather", REUSE]
 @pytest.fixture
 def parse(monkeypatch) -> Iterator[Callable[..., Any]]:
     """Return a function that parses and validates a command line as Megatron does."""
-    uninstall()
-    install(device="cpu")
-    from megatron.training.arguments import parse_args, validate_args
-
-    def of(*flags, dropped=()):
-        kept = [flag for flag in SMALL if flag not in dropped]
-        monkeypatch.setattr(sys, "argv", ["pretrain.py", *kept, *flags])
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        monkeypatch.setenv("RANK", "0")
-        args = parse_args()
-        validate_args(args)
-        return args
-
-    yield of
-    uninstall()
+    with parser(monkeypatch) as parse:
+        yield parse
 
 
 def test_mxfp8_with_and_without_the_gather_is_let_through(parse):
