@@ -110,7 +110,13 @@ def build_layer_wise(
     optimizers, init_fns = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return [
         LayerWiseMuonOptimizer(
-            optimizers, config, groups, init_fns, list(model_chunks), grad_scaler
+            optimizers,
+            config,
+            groups,
+            init_fns,
+            list(model_chunks),
+            grad_scaler,
+            settings.gather_budget_nbytes,
         )
     ]
 

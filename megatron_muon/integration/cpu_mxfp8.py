@@ -5,9 +5,10 @@ by MXFP8 weights in forward and backward; activations and gradients stay bf16. W
 are Megatron decides, by building them inside ``get_fp8_context(is_init=True)``; their weights are
 marked.
 
+* ``Float16Module`` checks that every marked weight can be cut in blocks, by its name.
 * Without ``--fp8-param-gather`` a marked weight is bf16, and is quantized where it is used.
-* With it, ``Float16Module`` turns every marked weight into a :class:`CpuMXFP8Tensor`, before DDP
-  makes its buffers, and keeps the bf16 value for the optimizer's masters.
+* With it, ``Float16Module`` also turns every marked weight into a :class:`CpuMXFP8Tensor`, before
+  DDP makes its buffers, and keeps the bf16 value for the optimizer's masters.
 
 Either way a layer multiplies by the same tensor of the same class, so that both can be compared bit
 for bit.
@@ -29,6 +30,7 @@ from megatron_muon.integration.cpu_mxfp8_tensor import (
     CpuMXFP8Tensor,
     keep_high_precision_init_val,
 )
+from megatron_muon.integration.names import named_parameters
 from megatron_muon.integration.patching import Patch
 
 MARK = "is_mxfp8_weight"
@@ -39,9 +41,7 @@ _is_building = False
 
 def table() -> list[Patch]:
     """Return the rows, none where Transformer Engine's classes are there to be used."""
-    from megatron.core import fp8_utils
-
-    if fp8_utils.HAVE_TE:
+    if not _stands_in():
         return []
     return [
         *_class_rows(),
@@ -57,6 +57,20 @@ def table() -> list[Patch]:
             needed_by="core/transformer/transformer_config.py:TransformerConfig.__post_init__",
         ),
     ]
+
+
+def is_cpu_fp8() -> bool:
+    """Whether FP8 is what this module makes of it, and not Transformer Engine's."""
+    from megatron_muon.integration.install import installation
+
+    state = installation()
+    return state is not None and state.on_cpu and _stands_in()
+
+
+def _stands_in() -> bool:
+    from megatron.core import fp8_utils
+
+    return not fp8_utils.HAVE_TE
 
 
 def _class_rows() -> list[Patch]:
@@ -107,9 +121,10 @@ def _weight_rows() -> list[Patch]:
                 needed_by=f"core/tensor_parallel/layers.py:{layer}.forward")
           for layer in layers),
         Patch(module="megatron.core.transformer.module", name="Float16Module.__init__",
-              replace=_quantizes_weights,
+              replace=_checks_and_quantizes_weights,
               why="DDP makes its buffers by what the weights are; Transformer Engine's layers are "
-              "built with MXFP8 weights", needed_by="core/transformer/module.py:Float16Module"),
+              "built with MXFP8 weights, and refuse shapes that have none",
+              needed_by="core/transformer/module.py:Float16Module"),
     ]  # fmt: skip
 
 
@@ -162,7 +177,9 @@ def _builds_mxfp8_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not config.fp8:
             return original(config, layer_no, is_init)
-        _check_supported(config)
+        message = unsupported(config)
+        if message is not None:
+            raise UnsupportedError(message)
         if not is_init or is_first_last_bf16_layer(config, layer_no):
             return original(config, layer_no, is_init)
         return building_mxfp8_layers()
@@ -170,19 +187,23 @@ def _builds_mxfp8_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_fp8_context
 
 
-def _check_supported(config: Any) -> None:
-    from megatron.core.enums import Fp8Recipe
+def unsupported(config: Any) -> str | None:
+    """Return what the layers here cannot compute in FP8, ``None`` if nothing is asked for.
 
-    if config.fp8_recipe != Fp8Recipe.mxfp8:
-        recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
-        raise UnsupportedError(
+    Args:
+        config: Megatron's ``TransformerConfig``, or its arguments, which have the same names.
+    """
+    if not config.fp8:
+        return None
+    recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
+    if recipe != "mxfp8":
+        return (
             f"--fp8-recipe {recipe} needs Transformer Engine and a GPU. On the CPU use "
             "--fp8-recipe mxfp8, or drop --fp8-format."
         )
     if config.fp8_output_proj:
-        raise UnsupportedError(
-            "--fp8-output-proj needs Transformer Engine and a GPU. Drop it on the CPU."
-        )
+        return "--fp8-output-proj needs Transformer Engine and a GPU. Drop it on the CPU."
+    return None
 
 
 def _marks_weight(original: Callable[..., None]) -> Callable[..., None]:
@@ -192,19 +213,9 @@ def _marks_weight(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         if _is_building and self.weight is not None:
-            _check_shape(self.weight)
             setattr(self.weight, MARK, True)
 
     return __init__
-
-
-def _check_shape(weight: torch.Tensor) -> None:
-    if any(size % BLOCK for size in weight.shape):
-        raise ConfigurationError(
-            f"--fp8-recipe mxfp8: a linear layer's weight on one rank is {tuple(weight.shape)}, "
-            f"and MXFP8 takes multiples of {BLOCK} only. Change --hidden-size, --ffn-hidden-size, "
-            "--num-query-groups or --tensor-model-parallel-size."
-        )
 
 
 # --------------------------------------------------------------------------------------------
@@ -284,16 +295,39 @@ def _takes_empty_experts(original: Callable[..., bool]) -> Callable[..., bool]:
 # --------------------------------------------------------------------------------------------
 
 
-def _quantizes_weights(original: Callable[..., None]) -> Callable[..., None]:
+def _checks_and_quantizes_weights(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``Float16Module``'s constructor: with ``fp8_param`` marked weights become MXFP8."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, module: torch.nn.Module) -> None:  # noqa: N807
         original(self, config, module)
+        check_shapes(self)
         if config.fp8_param:
             quantize_weights(self)
 
     return __init__
+
+
+def check_shapes(model: torch.nn.Module) -> None:
+    """Check that every marked weight can be cut in blocks.
+
+    Raises:
+        ConfigurationError: One cannot; the message names it.
+    """
+    if not any(map(_has_no_blocks, model.parameters())):
+        return
+    # A layer that is being built does not know its name.
+    name, param = next((e.name, e.param) for e in named_parameters(model)
+                       if _has_no_blocks(e.param))  # fmt: skip
+    raise ConfigurationError(
+        f"--fp8-recipe mxfp8: {name} is {tuple(param.shape)} on one rank, and MXFP8 takes "
+        f"multiples of {BLOCK} only. Change --hidden-size, --ffn-hidden-size, --num-query-groups "
+        "or --tensor-model-parallel-size."
+    )
+
+
+def _has_no_blocks(param: torch.Tensor) -> bool:
+    return getattr(param, MARK, False) and any(size % BLOCK for size in param.shape)
 
 
 def quantize_weights(model: torch.nn.Module) -> None:

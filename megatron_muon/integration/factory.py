@@ -43,7 +43,7 @@ from megatron_muon.integration.children import (
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
 from megatron_muon.integration.params_norm import watch_params_norm
-from megatron_muon.integration.quantized import check_model
+from megatron_muon.integration.quantized import check_model, forget_stale_initial_values
 from megatron_muon.integration.start import announce
 from megatron_muon.optimizer.chain import MuonChain, spanning_groups
 from megatron_muon.optimizer.config import MuonSettings, resolve
@@ -51,7 +51,12 @@ from megatron_muon.optimizer.grad_scaler import make_grad_scaler, shared
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 from megatron_muon.optimizer.masters import leaves, masters_of
 from megatron_muon.optimizer.muon import Groups, OwnedMuon
-from megatron_muon.optimizer.param_layout import MuonParamLayout, published_kind, verify_layout
+from megatron_muon.optimizer.param_layout import (
+    MuonParamLayout,
+    is_laid_out,
+    published_kind,
+    verify_layout,
+)
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 """Types of the config's values that every rank must have alike."""
@@ -75,6 +80,7 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         ranks = _ranks_of(groups)
         settings, routes = raise_together(lambda: _checked(config, model_chunks, groups), ranks)
         kinds = _check_routes(routes, model_chunks, settings, ranks)
+        forget_stale_initial_values(routes, ranks)
         build = _builder(model_chunks, settings, kinds)
 
         def chained() -> MuonChain:
@@ -119,7 +125,7 @@ def _builder(
     """
     if settings.layout is None:
         return build_replicated
-    if _is_laid_out(model_chunks):
+    if is_laid_out(model_chunks):
         return partial(build_on_layout, kinds=kinds)
     return build_layer_wise
 
@@ -145,14 +151,6 @@ def _checked(
     check_model(config, model_chunks, settings.layout is not None)
     _check_wrapping(model_chunks, config, settings)
     return settings, _routes(model_chunks, settings)
-
-
-def _is_laid_out(model_chunks: Sequence[Any]) -> bool:
-    """Whether DDP's buffers were laid out: the same on all ranks, unlike what lies in them."""
-    ddp_configs = (getattr(chunk, "ddp_config", None) for chunk in model_chunks)
-    return any(
-        getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs
-    )
 
 
 def _check_supported(config: OptimizerConfig) -> None:
@@ -281,6 +279,11 @@ def _check_routes(
     if "matrix" in every_kind:
         check_splits_apply((name for *_, found in gathered for name in found), settings.splits)
         return every_kind
+    if not every_kind:
+        raise ConfigurationError(
+            "--optimizer muon: no parameter of the model requires a gradient, so there is nothing "
+            "to train. Unfreeze some before the model is wrapped in DDP, or make no optimizer."
+        )
     if any(frozen for _, _, frozen, _ in gathered):
         return every_kind
     example = f" (its first parameter is {every_name[0]})" if every_name else ""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_muon.collectives.agreement import first_difference
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.arguments import LATER_FLAG, CommandLine, command_line
+from megatron_muon.integration.cpu_mxfp8 import is_cpu_fp8, unsupported
 from megatron_muon.integration.ddp import MUON_NAMES, megatron_args
 from megatron_muon.integration.install import installation
 from megatron_muon.integration.quantized import problem, shape_problems, storage_of_arguments
@@ -88,6 +89,10 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
             # A number of zero is a value that was given, and is equal to False.
             if value is not None and value is not False and value != []:
                 yield f"{flag} has no effect with --optimizer {args.optimizer}: drop it."
+    if is_cpu_fp8():
+        found = unsupported(args)
+        if found is not None:
+            yield found
 
 
 def _size_problems(args: argparse.Namespace) -> Iterator[str]:

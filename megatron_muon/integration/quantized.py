@@ -7,19 +7,32 @@ has become, also where there is no command line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.enums import Fp8Recipe
 from megatron.core.fp4_utils import is_nvfp4tensor
-from megatron.core.fp8_utils import is_grouped_tensor_with_quantized_storage, is_mxfp8tensor
+from megatron.core.fp8_utils import (
+    get_fp8_align_size,
+    is_grouped_tensor_with_quantized_storage,
+    is_mxfp8tensor,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron_muon.bookkeeping.routing import Route
+from megatron_muon.collectives.agreement import gather
 from megatron_muon.errors import ConfigurationError, UnsupportedError
-from megatron_muon.integration.cpu_mxfp8_format import BLOCK
 from megatron_muon.optimizer.compatibility import NEEDS_BUFFER
-from megatron_muon.optimizer.masters import is_quantized
+from megatron_muon.optimizer.masters import forget_stale_initial_value, is_quantized
+
+logger = logging.getLogger(__name__)
+
+_BLOCK: int = get_fp8_align_size(Fp8Recipe.mxfp8)
+"""Elements of an MXFP8 block; rows and columns of a weight are multiples of it."""
 
 _USE_MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8"
 
@@ -175,13 +188,17 @@ def _storage_of_model(
     quantized = [
         param for chunk in model_chunks for param in chunk.parameters() if is_quantized(param)
     ]
-    grouped = any(map(is_grouped_tensor_with_quantized_storage, quantized))
+    # DDP has no place for frozen weights, and nobody gathers them.
+    gathered = [param for param in quantized if param.requires_grad]
+    grouped = any(map(is_grouped_tensor_with_quantized_storage, gathered))
     return Storage(
         nvfp4=any(getattr(c, "fp4", None) for c in configs) or any(map(is_nvfp4tensor, quantized)),
-        fp8=bool(quantized),
-        gathers=bool(quantized),
-        recipe="mxfp8" if grouped or all(map(is_mxfp8tensor, quantized)) else "another",
-        reuses=bool(quantized) and all(map(_reuses_buffer, model_chunks)),
+        # What is kept in FP8 is multiplied in FP8, whatever the config says.
+        fp8=bool(quantized) or any(getattr(c, "fp8", None) for c in configs),
+        gathers=bool(gathered),
+        recipe="mxfp8" if grouped or all(map(is_mxfp8tensor, gathered)) else "another",
+        # A pipeline stage may have no such weight, and DDP the same config as on other stages.
+        reuses=bool(gathered) and all(map(_reuses_buffer, model_chunks)),
         distributed=is_distributed,
         bf16=config.bf16,
         grouped=grouped,
@@ -189,6 +206,29 @@ def _storage_of_model(
         random_init=False,
         meta_device=any(getattr(c, "init_model_with_meta_device", False) for c in configs),
     )
+
+
+def forget_stale_initial_values(
+    routes: Mapping[torch.nn.Parameter, Route], ranks: dist.ProcessGroup
+) -> None:
+    """Let masters start from weights that were loaded before the optimizer is built; collective.
+
+    They would start from what the weights were made of, which is another model. Said once.
+
+    Args:
+        routes: Route of each trained parameter of this rank.
+        ranks: All ranks of the model.
+    """
+    stale = [route.facts.name for param, route in routes.items()
+             if forget_stale_initial_value(param)]  # fmt: skip
+    names = list(dict.fromkeys(name for found in gather(stale, ranks) for name in found))
+    if names and ranks.rank() == 0:
+        logger.warning(
+            "%s and %d more MXFP8 weights were changed after they had been made, by a load for "
+            "example: their masters start from the MXFP8 values, and not from the bf16 values "
+            "that were kept.",
+            names[0], len(names) - 1,
+        )  # fmt: skip
 
 
 def _reuses_buffer(chunk: torch.nn.Module) -> bool:
@@ -225,10 +265,10 @@ def shape_problems(args: argparse.Namespace) -> Iterator[str]:
     if not args.fp8 or recipe != "mxfp8":
         return
     for weight in _weights(args):
-        if any(size % BLOCK for size in weight.shape):
+        if any(size % _BLOCK for size in weight.shape):
             yield (
                 f"--fp8-recipe mxfp8: {weight.name} is {weight.shape} on one rank, and MXFP8 takes "
-                f"multiples of {BLOCK} only. Change {weight.flags}."
+                f"multiples of {_BLOCK} only. Change {weight.flags}."
             )
 
 

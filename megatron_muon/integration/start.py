@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +15,20 @@ from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.collectives.agreement import gather, gather_distinct, raise_together
 from megatron_muon.integration.capabilities import capabilities
+from megatron_muon.integration.cpu_mxfp8 import is_cpu_fp8
 from megatron_muon.optimizer.chain import MuonChain
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.memory import Memory, largest, measure_memory
 from megatron_muon.optimizer.muon import OwnedMuon
+from megatron_muon.optimizer.param_layout import is_laid_out
 from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
+
+_WIDTH = 100
+
+_CPU_FP8 = (
+    "the CPU's MXFP8 stands in for Transformer Engine's: weights are MXFP8, activations and "
+    "gradients stay bf16"
+)
 
 
 def announce(
@@ -48,14 +59,33 @@ def announce(
     loads = [muon.own_load() for muon in muons]
     own_load = (sum(flops for flops, _ in loads), sum(numel for _, numel in loads))
     summary = plan_summary(plans, gather(own_load, ranks))
-    memory = largest(gather(measure_memory(model_chunks, optimizer.stagings), ranks))
+    memory = largest(gather(measure(optimizer, model_chunks), ranks))
+    if not is_laid_out(model_chunks):
+        settings = replace(settings, layout=None)
     if ranks.rank() == 0:
         print("\n".join(_lines(rows, plans, summary, memory, settings, optimizer)), flush=True)
+        if is_cpu_fp8() and any(map(_computes_in_fp8, model_chunks)):
+            print(f"  {_CPU_FP8}", flush=True)
     if settings.report is not None:
         report = raise_together(
             lambda: Report.open(settings, rows, summary, memory, writes=ranks.rank() == 0), ranks
         )
         record_steps(optimizer, muons, report)
+
+
+def _computes_in_fp8(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "config", None), "fp8", None))
+
+
+def measure(optimizer: MuonChain, model_chunks: Sequence[Any]) -> Memory:
+    """Return what this rank keeps and what a gather of weights takes.
+
+    Args:
+        optimizer: Megatron's outermost optimizer.
+        model_chunks: Model chunks of this rank.
+    """
+    gathers = (getattr(child, "gather_nbytes", 0) for child in optimizer.chained_optimizers)
+    return measure_memory(model_chunks, optimizer.stagings, max(gathers, default=0))
 
 
 def _lines(
@@ -67,8 +97,11 @@ def _lines(
     optimizer: MuonChain,
 ) -> Iterator[str]:
     yield "megatron-muon: Muon is on"
-    values = settings.to_dict()
-    yield "  settings: " + ", ".join(f"{name}={value}" for name, value in values.items())
+    values = [f"{name}={value}" for name, value in settings.to_dict().items()]
+    yield from textwrap.wrap(
+        ", ".join(values), _WIDTH, initial_indent="  settings: ", subsequent_indent=12 * " ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
     for kind, label in (("muon", "Muon"), ("scalar", settings.scalar_optimizer)):
         members = [row for row in rows if row["optimizer"] == kind]
         numel = sum(math.prod(row["logical_shape"]) for row in members)
@@ -84,8 +117,9 @@ def _lines(
     if memory.num_quantized:
         yield (
             f"  largest rank: {memory.num_quantized} MXFP8 weights of {memory.quantized_nbytes} "
-            f"bytes, {memory.plain_nbytes} bytes of other weights, {memory.gradients_nbytes} of "
-            f"gradient buffers; {memory.staging_nbytes} bytes are staged before each gather"
+            f"bytes in all, {memory.plain_nbytes} bytes of other weights, "
+            f"{memory.gradients_nbytes} of gradient buffers; {memory.staging_nbytes} bytes are "
+            f"staged before each gather, which takes {memory.gather_nbytes} of scratch"
         )
     if settings.tp_mode == "blockwise":
         yield (

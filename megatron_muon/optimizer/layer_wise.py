@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by, held_by_slices
-from megatron_muon.collectives.whole_params import gather_whole
+from megatron_muon.collectives.whole_params import cut, gather_whole
 from megatron_muon.errors import PlanError, UnsupportedError
 from megatron_muon.optimizer.masters import (
     is_quantized,
@@ -34,6 +34,7 @@ from megatron_muon.optimizer.param_layout import (
     published_kind,
     verify_layout,
 )
+from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 
 
 class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
@@ -48,6 +49,13 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
       ``DistributedOptimizer``, which holds flat pieces of the masters here too. No padding.
 
     Parameters that are not matrices live in a byte-sharded ``DistributedOptimizer`` of their own.
+
+    Without a layout it steps all parameters, each whole on one rank.
+
+    Attributes:
+        layerwise_param_sync_via_bucket_group: Whether DDP's bucket groups gather new weights, fixed
+            when built: with a layout, and with overlap. Without either this optimizer gathers by
+            itself, MXFP8 weights too, and borrows no gradient buffer for it.
     """
 
     @staticmethod
@@ -84,6 +92,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         init_state_fn_list: list[Callable[..., None]] | None = None,
         model_chunks: list[Any] | None = None,
         grad_scaler: MegatronGradScaler | None = None,
+        gather_budget_nbytes: int = DEFAULT_BUDGET_NBYTES,
     ) -> None:
         """Take the matrices this rank owns and wrap their optimizers; called by Megatron.
 
@@ -94,6 +103,8 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             init_state_fn_list: One state initializer an optimizer.
             model_chunks: DDP-wrapped model chunks.
             grad_scaler: The job's scaler; fp16 has one.
+            gather_budget_nbytes: Bytes of scratch of :meth:`allgather_params`; one parameter may
+                take more.
 
         Raises:
             ConfigurationError: The model was wrapped with a layout that this class did not make.
@@ -109,6 +120,7 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
                 "muon: a rank would step matrices of whose gradients it has a part. Leave it at 1."
             )
         self.kind, self._grad_scaler = published_kind(chunks), grad_scaler
+        self._gather_budget_nbytes = gather_budget_nbytes
         self.dist_metas: dict[torch.nn.Parameter, MuonDistMeta] = {}
         self._buffers = [
             buffer
@@ -120,8 +132,6 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
             self._init_flat(optimizers, config, pg_collection, init_state_fn_list, chunks)
         else:
             self._init_owner(optimizers, config, pg_collection, init_state_fn_list, chunks)
-        # Fixed here: whether DDP's bucket groups gather new weights, or this optimizer does, as it
-        # has to without a layout and without overlap.
         self.layerwise_param_sync_via_bucket_group = bool(
             self.use_buffer_param_sync or self.overlap_param_gather
         )
@@ -267,14 +277,30 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         quantize(masters.items())
 
         def value_of(param: torch.nn.Parameter) -> torch.Tensor:
-            return masters[param].to(param.dtype) if param in masters else param.detach()
+            return masters[param] if param in masters else param.detach()
 
+        for owners, group in self._owners():
+            gather_whole(owners, group, value_of, set_values, self._gather_budget_nbytes)
+
+    @property
+    def gather_nbytes(self) -> int:
+        """Bytes of scratch that :meth:`allgather_params` takes, 0 where DDP gathers."""
+        if self.layerwise_param_sync_via_bucket_group:
+            return 0
+        return max(
+            (slice_.nbytes for owners, group in self._owners() if group.size() > 1
+             for slice_ in cut(owners, self._gather_budget_nbytes)),
+            default=0,
+        )  # fmt: skip
+
+    def _owners(self) -> Iterator[tuple[Sequence[Sequence[torch.nn.Parameter]], Any]]:
+        """Yield what each rank of a group owns, without a layout, and the group."""
         for owners, group in (
             (self.dp_cp_params_list, self.dp_cp),
             (self.expt_dp_params_list, self.expt_dp),
         ):
             if owners and group is not None:
-                gather_whole(owners, group, value_of, set_values)
+                yield owners, group
 
     def owned_matrices(
         self, matrices: Mapping[torch.nn.Parameter, LogicalMatrix]

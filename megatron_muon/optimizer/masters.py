@@ -17,6 +17,9 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+_PLANES = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+"""What an MXFP8 weight consists of, by Transformer Engine's names."""
+
 Pairs = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
@@ -171,6 +174,12 @@ def is_quantized(param: torch.Tensor) -> bool:
     return bool(_param_uses_quantized_storage(param))
 
 
+def planes_of(param: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the codes and scales that an MXFP8 weight keeps."""
+    planes = (getattr(param, name, None) for name in _PLANES)
+    yield from (plane for plane in planes if plane is not None)
+
+
 def quantize(pairs: Pairs) -> None:
     """Make quantized weights of their masters, rounded to bf16 first as what travels is."""
     for param, master in pairs:
@@ -191,6 +200,25 @@ def _initial_value(param: Any) -> torch.Tensor | None:
         return None
     value: torch.Tensor | None = param.get_high_precision_init_val()
     return value
+
+
+@torch.no_grad()
+def forget_stale_initial_value(param: Any) -> bool:
+    """Free a kept value that a quantized weight is no longer made of, and say whether it was so.
+
+    Quantizing is deterministic: other bytes are those of a weight that was loaded since.
+    """
+    value = _initial_value(param) if is_quantized(param) else None
+    if value is None:
+        return False
+    made = param.detach().clone()
+    copy_tensor_to_quantized_param(made, value.to(param.device))
+    if all(map(torch.equal, planes_of(made), planes_of(param))):
+        return False
+    param.clear_high_precision_init_val()
+    # 0.19.2 (distrib_optimizer.py:423) asks for the method and not for the value.
+    del param.get_high_precision_init_val, param.clear_high_precision_init_val
+    return True
 
 
 def forget_initial_values(model_chunks: Iterable[torch.nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps for weights and gradients, and those it writes before a gather."""
+"""Bytes that a rank keeps for weights and gradients, and those that a gather of weights takes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.optimizer.masters import is_quantized
+from megatron_muon.optimizer.masters import is_quantized, planes_of
 from megatron_muon.optimizer.param_sync import Staging
-
-_PLANES = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-"""What an MXFP8 weight consists of, by Transformer Engine's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +23,8 @@ class Memory:
         gradients_nbytes: DDP's gradient buffers.
         staging_nbytes: Masters written before each gather of weights, into gradient buffers and
             those of other weights; it takes no memory of its own.
+        gather_nbytes: Scratch of a gather of weights that goes through no buffer: without a layout
+            and without overlap.
     """
 
     num_quantized: int = 0
@@ -33,6 +32,7 @@ class Memory:
     plain_nbytes: int = 0
     gradients_nbytes: int = 0
     staging_nbytes: int = 0
+    gather_nbytes: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """Return what the report holds."""
@@ -40,15 +40,19 @@ class Memory:
             "parameters_bytes": self.quantized_nbytes + self.plain_nbytes,
             "gradients_bytes": self.gradients_nbytes,
             "staging_bytes": self.staging_nbytes,
+            "gather_bytes": self.gather_nbytes,
         }
 
 
-def measure_memory(model_chunks: Sequence[Any], stagings: Iterable[Staging]) -> Memory:
+def measure_memory(
+    model_chunks: Sequence[Any], stagings: Iterable[Staging], gather_nbytes: int
+) -> Memory:
     """Add up what this rank keeps.
 
     Args:
         model_chunks: Model chunks, most often wrapped in DDP.
         stagings: What is written before the gathers.
+        gather_nbytes: Scratch of a gather that goes through no buffer.
     """
     # A tied embedding is in two chunks.
     params = list(dict.fromkeys(p for chunk in model_chunks for p in chunk.parameters()))
@@ -57,10 +61,11 @@ def measure_memory(model_chunks: Sequence[Any], stagings: Iterable[Staging]) -> 
     buffers = [buffer for chunk in model_chunks for buffer in _buffers(chunk)]
     return Memory(
         num_quantized=len(quantized),
-        quantized_nbytes=_nbytes(_planes(quantized)),
+        quantized_nbytes=_nbytes(plane for param in quantized for plane in planes_of(param)),
         plain_nbytes=_nbytes(param.detach() for param in plain),
         gradients_nbytes=_nbytes(buffer.grad_data for buffer in buffers),
         staging_nbytes=sum(staging.nbytes for staging in stagings),
+        gather_nbytes=gather_nbytes,
     )
 
 
@@ -73,12 +78,6 @@ def _buffers(chunk: Any) -> Iterator[Any]:
     # What is not wrapped in DDP has a method named buffers.
     if hasattr(chunk, "bucket_groups"):
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
-
-
-def _planes(params: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    for param in params:
-        planes = (getattr(param, name, None) for name in _PLANES)
-        yield from (plane for plane in planes if plane is not None)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -106,6 +106,14 @@ def verify_layout(chunk: Any) -> None:
             )
 
 
+def is_laid_out(chunks: Sequence[Any]) -> bool:
+    """Whether DDP's buffers were laid out: the same on all ranks, unlike what lies in them."""
+    ddp_configs = (getattr(chunk, "ddp_config", None) for chunk in chunks)
+    return any(
+        getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs
+    )
+
+
 def published_kind(chunks: Sequence[Any]) -> str | None:
     """Return the layout that the model chunks were wrapped with, ``None`` if with none."""
     layouts = (getattr(chunk, "full_param_layout", None) for chunk in chunks)

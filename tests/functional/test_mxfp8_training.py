@@ -7,6 +7,7 @@ bit: whether weights are gathered as MXFP8, whether that overlaps, and where the
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ MODELS: dict[str, tuple[int, list[str]]] = {
 }  # fmt: skip
 """Number of ranks and flags."""
 LAYOUTS = {
-    "owner": [], "flat": ["--muon-layout", "flat"], "none": ["--no-use-layer-wise-param-layout"]
+    "owner": [], "flat": ["--muon-layout", "flat"],
+    # A budget below most weights: they are gathered one or a few at a time.
+    "none": ["--no-use-layer-wise-param-layout", "--muon-gather-budget-mib", "0.02"],
 }  # fmt: skip
 GATHER = ["--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
@@ -148,12 +151,31 @@ def test_bytes_are_said_and_reported(runs: _Runs) -> None:
         said[way] = (folder / "logs" / "rank0.log").read_text()
         memory[way] = json.loads((folder / "report.json").read_text())["memory"]
     parts = set(memory[gathered])
-    assert parts == {"parameters_bytes", "gradients_bytes", "staging_bytes"}
+    assert parts == {"parameters_bytes", "gradients_bytes", "staging_bytes", "gather_bytes"}
     assert "MXFP8 weights" not in said[REFERENCE]
-    assert f"largest rank: 8 MXFP8 weights of {numel * 2 + numel // 16} bytes" in said[gathered]
+    assert (
+        f"largest rank: 8 MXFP8 weights of {numel * 2 + numel // 16} bytes in all" in said[gathered]
+    )
     assert f" {memory[gathered]['staging_bytes']} bytes are staged" in said[gathered]
+    for text in said.values():
+        assert "the CPU's MXFP8 stands in for Transformer Engine's" in text
     assert memory[REFERENCE]["staging_bytes"] == 0
+    assert memory[REFERENCE]["gather_bytes"] == 0
     assert memory[gathered]["staging_bytes"] >= numel  # half of the weights, 2 bytes each
     assert memory[gathered]["gradients_bytes"] == memory[REFERENCE]["gradients_bytes"]
     more = memory[gathered]["parameters_bytes"] - memory[REFERENCE]["parameters_bytes"]
     assert more == numel // 16
+
+
+def test_a_run_without_a_layout_says_so_and_what_its_gathers_take(runs: _Runs) -> None:
+    """No weight of 0.02 MiB or more is gathered with another."""
+    way: Way = ("none", True, False)
+    runs.curves("dense", way)
+    folder = runs.folder_of("dense", way)
+    report = json.loads((folder / "report.json").read_text())
+    said = (folder / "logs" / "rank0.log").read_text()
+    largest = max(math.prod(row["logical_shape"]) for row in report["routing"])
+    assert report["resolved"]["layout"] is None
+    assert "layout=None" in said
+    assert report["memory"]["gather_bytes"] == 2 * largest > 0.02 * 2**20
+    assert f"which takes {2 * largest} of scratch" in said

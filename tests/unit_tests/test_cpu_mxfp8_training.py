@@ -142,7 +142,10 @@ def test_a_fault_is_noticed(fault):
         ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed needs Transformer Engine"),
         ({"fp8_recipe": "tensorwise"}, "--fp8-recipe tensorwise needs Transformer Engine"),
         ({"fp8_output_proj": True}, "--fp8-output-proj needs Transformer Engine"),
-        ({"ffn_hidden_size": 80}, r"weight on one rank is \(80, 64\)"),
+        (
+            {"ffn_hidden_size": 80},
+            r"decoder.layers.0.mlp.linear_fc1.weight is \(80, 64\) on one rank",
+        ),
     ],
 )
 def test_what_the_cpu_has_no_mxfp8_for_is_refused(changes, message):

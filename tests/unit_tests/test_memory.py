@@ -17,8 +17,9 @@ import torch
 
 from megatron_muon.integration.cpu_mxfp8_format import BLOCK
 from megatron_muon.integration.cpu_mxfp8_tensor import CpuMXFP8Tensor
+from megatron_muon.integration.start import measure
 from megatron_muon.optimizer import chain
-from megatron_muon.optimizer.memory import Memory, largest, measure_memory
+from megatron_muon.optimizer.memory import Memory, largest
 from megatron_muon.testing.law.build import parallel_state
 from megatron_muon.testing.ranks import run_ranks
 from tests.unit_tests.mxfp8_job import MuonRun, _Training
@@ -46,6 +47,7 @@ class Seen:
         shapes: Of the MXFP8 weights.
         plain_numel: Elements of all other weights.
         buffer_nbytes: Of the gradient buffers.
+        largest_share: Bytes of bf16 weights that the rank with most owns without a layout.
         copies: Shapes of bf16 tensors that belong to no bf16 weight and no gradient buffer and are
             as large as an MXFP8 weight: when the optimizer was made, after a step, after a gather.
     """
@@ -54,6 +56,7 @@ class Seen:
     shapes: list[tuple[int, int]]
     plain_numel: int
     buffer_nbytes: int
+    largest_share: int
     copies: list[list[tuple[int, ...]]]
 
 
@@ -80,12 +83,18 @@ def look_at(run, keeps):
     shapes = [tuple(param.shape) for param in training.mxfp8.values()]
     numel = sum(param.numel() for param in training.params.values())
     return Seen(
-        memory=measure_memory(training.chunks, training.optimizer.stagings),
+        memory=measure(training.optimizer, training.chunks),
         shapes=shapes,
         plain_numel=numel - sum(rows * columns for rows, columns in shapes),
+        largest_share=largest_share(training),
         buffer_nbytes=sum(b.numel * (4 if run.grads_in_fp32 else 2) for b in ddp.buffers),
         copies=copies,
     )
+
+
+def largest_share(training):
+    owners = training.optimizer.chained_optimizers[0].dp_cp_params_list
+    return max((2 * sum(param.numel() for param in owned) for owned in owners or []), default=0)
 
 
 def copies_of(training, before):
@@ -157,6 +166,13 @@ def test_every_weight_is_staged_by_one_rank_where_it_goes_through_a_buffer(name)
         assert min(staged) > 0
 
 
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_gather_takes_scratch_where_it_goes_through_no_buffer(name):
+    for rank in seen()[name]:
+        assert rank.memory.gather_nbytes == (rank.largest_share if name == "no layout" else 0)
+    assert (seen()[name][0].memory.gather_nbytes > 0) == (name == "no layout")
+
+
 def test_weights_that_are_quantized_where_used_are_bf16():
     for rank in seen()["used"]:
         assert rank.memory.num_quantized == rank.memory.quantized_nbytes == 0
@@ -165,9 +181,10 @@ def test_weights_that_are_quantized_where_used_are_bf16():
 
 
 def test_the_largest_of_each_number_is_reported():
-    memories = [Memory(1, 20, 3, 40, 5), Memory(1, 2, 30, 40, 50)]
-    assert largest(memories) == Memory(1, 20, 30, 40, 50)
+    memories = [Memory(1, 20, 3, 40, 5, 6), Memory(1, 2, 30, 40, 50, 0)]
+    assert largest(memories) == Memory(1, 20, 30, 40, 50, 6)
     assert largest(memories).to_dict() == {
         "parameters_bytes": 50, "gradients_bytes": 40, "staging_bytes": 50,
+        "gather_bytes": 6,
     }  # fmt: skip
     assert replace(memories[0], quantized_nbytes=0).to_dict()["parameters_bytes"] == 3

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_muon.errors import ConfigurationError
+from megatron_muon.integration import preflight
 from megatron_muon.integration.install import install
 from megatron_muon.integration.quantized import REFUSALS, Storage, problem
 from megatron_muon.testing.ranks import run_ranks
@@ -40,8 +41,6 @@ def test_mxfp8_with_and_without_the_gather_is_let_through(parse):
     assert parse(*MUON, *GATHER, "--overlap-grad-reduce", "--overlap-param-gather").bf16
     assert parse(*MUON, *GATHER, "--no-use-layer-wise-param-layout").fp8_param_gather
     assert parse("--optimizer", "dist_muon", "--use-distributed-optimizer", *GATHER).fp8
-    # Another recipe that weights are not kept in is Transformer Engine's affair.
-    assert parse(*MUON, "--fp8-format", "hybrid").fp8_recipe == "delayed"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +69,27 @@ def test_what_cannot_run_is_refused_with_the_flag_to_change(parse, flags, parts)
         parse(*flags)
     for part in parts:
         assert part in str(caught.value)
+
+
+CPU_CANNOT = {
+    "the default recipe": (["--fp8-format", "hybrid"], "--fp8-recipe delayed needs Transformer"),
+    "tensorwise": (["--fp8-format", "e4m3", "--fp8-recipe", "tensorwise"], "tensorwise needs Tra"),
+    "output": ([*FP8, "--fp8-output-proj"], "--fp8-output-proj needs Transformer Engine"),
+}
+
+
+@pytest.mark.parametrize("flags", [MUON, ["--optimizer", "adam"]], ids=["muon", "adam"])
+@pytest.mark.parametrize("name", CPU_CANNOT)
+def test_what_the_cpu_cannot_compute_is_refused_early(parse, name, flags):
+    fp8, message = CPU_CANNOT[name]
+    with pytest.raises(ConfigurationError, match=message):
+        parse(*flags, *fp8)
+
+
+@pytest.mark.parametrize("name", CPU_CANNOT)
+def test_other_recipes_are_transformer_engines_affair_where_it_is(parse, name, monkeypatch):
+    monkeypatch.setattr(preflight, "is_cpu_fp8", lambda: False)
+    assert parse(*MUON, *CPU_CANNOT[name][0]).fp8
 
 
 @pytest.mark.parametrize("precision", [["--fp16"], []], ids=["fp16", "fp32"])
@@ -124,10 +144,11 @@ def test_a_weight_that_has_no_blocks_is_named(parse, flags, parts):
         assert part in str(caught.value)
 
 
-def test_shapes_matter_where_weights_are_mxfp8_in_a_product_too(parse):
+def test_shapes_matter_where_weights_are_mxfp8_in_a_product_too(parse, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"mlp.linear_fc1.weight is \(80, 64\)"):
         parse(*MUON, *FP8, "--ffn-hidden-size", "80")
     assert parse(*MUON, "--ffn-hidden-size", "80").fp8 is None
+    monkeypatch.setattr(preflight, "is_cpu_fp8", lambda: False)
     assert parse(*MUON, "--fp8-format", "hybrid", "--ffn-hidden-size", "80").fp8
 
 
@@ -174,13 +195,16 @@ def _said(scenario: Callable[[], Any]) -> str:
     return "built"
 
 
-def _wrapped(layout: bool = True, reuse: bool = True, run: Any = None) -> Any:
+def _wrapped(
+    layout: bool = True, reuse: bool = True, run: Any = None, frozen: str = "nothing"
+) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import Float16Module
     from megatron.training import global_vars
     from megatron.training.models.dist_utils import _ddp_wrap
 
+    from megatron_muon.optimizer.masters import is_quantized
     from tests.unit_tests.cpu_mxfp8_job import Run, gpt
 
     ddp_config = DistributedDataParallelConfig(
@@ -193,11 +217,13 @@ def _wrapped(layout: bool = True, reuse: bool = True, run: Any = None) -> Any:
         use_layer_wise_param_layout=layout,
     )  # fmt: skip
     model = gpt(run or Run(gather=True))
+    wrapped = Float16Module(model.config, model)
+    for param in wrapped.parameters():
+        if frozen == "all" or (frozen == "MXFP8" and is_quantized(param)):
+            param.requires_grad_(False)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
-        (chunk,) = _ddp_wrap(
-            [Float16Module(model.config, model)], False, ddp_config, False, pg_collection=groups
-        )
+        (chunk,) = _ddp_wrap([wrapped], False, ddp_config, False, pg_collection=groups)
     return chunk
 
 
@@ -283,6 +309,18 @@ SCENARIOS: dict[str, tuple[Callable[[], Any], str]] = {
                                    "ConfigurationError: DDP's config has reuse_grad_buf_for_mxf"),
     "no buffer of DDP": (lambda: _build(_bf16(), fp8_recipe=None),
                          "ConfigurationError: DDP's config has reuse_grad_buf_for_mxfp8_param_ag"),
+    "frozen, and no buffer": (
+        lambda: _build(
+            _wrapped(reuse=False, frozen="MXFP8"), reuse_grad_buf_for_mxfp8_param_ag=False
+        ),
+        "built",
+    ),
+    "all frozen": (lambda: _build(_wrapped(frozen="all")),
+                   "ConfigurationError: --optimizer muon: no parameter of the model requires a "),
+    "all frozen without a layout": (
+        lambda: _build(_wrapped(layout=False, frozen="all")),
+        "ConfigurationError: --optimizer muon: no parameter of the model requires a gradient",
+    ),
     "frozen after wrapping": (_frozen_after_wrapping,
                               "ConfigurationError: A quantized weight of shape (64, 64) was froz"),
     "not distributed": (

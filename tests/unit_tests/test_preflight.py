@@ -228,6 +228,7 @@ def test_an_assertion_without_words_is_told_by_its_line():
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
+        fp8=None,
     )
     with pytest.raises(ConfigurationError, match="arguments: raise AssertionError"):
         preflight.checks_arguments(validate_args)(args)

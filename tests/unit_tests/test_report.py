@@ -113,6 +113,7 @@ def test_memory_is_that_of_the_rank_with_most(runs, name):
     held = [4 * sum(buffer.numel for buffer in rank.buffers) for rank in ranks]
     assert memory == {
         "parameters_bytes": max(held), "gradients_bytes": max(held), "staging_bytes": 0,
+        "gather_bytes": 0,
     }  # fmt: skip
     assert not any("MXFP8" in rank.printed for rank in ranks)
 
@@ -123,6 +124,11 @@ def test_start_up_block_counts_the_whole_model_once(runs, name):
     lines = ranks[0].printed.splitlines()
     numel = {n: s[0] * (s[1] if len(s) == 2 else 1) for n, s in logical_shapes(case).items()}
     muon = [numel[parameter] for parameter in blocks(case)]
+    settings = " ".join(line.strip() for line in lines if len(line) <= 100)
+    resolved = json.loads(ranks[0].snapshots[0])["resolved"]
+    for setting in ("momentum", "tp_mode", "layout", "exchange_dtype", "include"):
+        value = resolved[setting] if setting != "include" else ()
+        assert f"{setting}={value}," in settings
     assert lines[0] == "megatron-muon: Muon is on"
     assert f"  Muon: {len(muon)} parameters, {sum(muon)} elements" in lines
     scalars = len(numel) - len(muon), sum(numel.values()) - sum(muon)
