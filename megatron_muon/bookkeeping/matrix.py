@@ -105,7 +105,12 @@ class LogicalBlock:
 
 @dataclass(frozen=True, slots=True)
 class LogicalMatrix:
-    """One weight before any sharding, and the shard of it that a tensor-parallel rank holds.
+    """One weight before any sharding, and the shard of it that a rank holds.
+
+    Tensor parallelism cuts it along ``tp_dim``. Generalized tensor parallelism (GTP) then cuts the
+    rows of each of these shards over ``gtp_size`` ranks more, ``gtp_rows`` each; the last of them
+    are filled up with rows of zeros, which are no part of the matrix. The two together are one axis
+    of ranks, the row of the grid: rank ``gtp * tp_size + tp``.
 
     Attributes:
         name: Name of the parameter, wrapper prefixes removed.
@@ -117,6 +122,8 @@ class LogicalMatrix:
             stacked gate and up projections (stride 2) is its rows of each.
         expert_tp: Whether the expert tensor-parallel group cuts it.
         expert_parallel: Whether it is reduced over the expert data-parallel group.
+        gtp_size: Ranks that cut the rows of each tensor-parallel shard once more.
+        gtp_rows: Rows of what each of them holds, with those that fill it up; unused for one.
     """
 
     name: str
@@ -127,6 +134,8 @@ class LogicalMatrix:
     tp_stride: int = 1
     expert_tp: bool = False
     expert_parallel: bool = False
+    gtp_size: int = 1
+    gtp_rows: int = 0
 
     def __post_init__(self) -> None:
         check_cover(self.name, self.shape, self.blocks)
@@ -135,10 +144,26 @@ class LogicalMatrix:
                 f"{self.name}: dimension {self.tp_dim} of {self.shape} cannot be cut into "
                 f"{self.tp_size} ranks x {self.tp_stride} parts."
             )
+        rows, _ = self.tp_shape
+        if self.gtp_size > 1 and self.gtp_size * self.gtp_rows < rows:
+            raise PlanError(
+                f"{self.name}: {self.gtp_size} ranks with {self.gtp_rows} rows each do not hold "
+                f"the {rows} rows of a tensor-parallel shard."
+            )
 
     @property
-    def local_shape(self) -> tuple[int, int]:
-        """Shape of one tensor-parallel shard."""
+    def is_cut(self) -> bool:
+        """Whether the ranks of a row hold different parts of it, and no copies."""
+        return self.tp_dim is not None or self.gtp_size > 1
+
+    @property
+    def row_size(self) -> int:
+        """Ranks of the row that cuts it."""
+        return self.tp_size * self.gtp_size
+
+    @property
+    def tp_shape(self) -> tuple[int, int]:
+        """Shape of one tensor-parallel shard, before its rows are cut."""
         if self.tp_dim is None:
             return self.shape
         rows, columns = self.shape
@@ -147,15 +172,35 @@ class LogicalMatrix:
         )
 
     @property
+    def local_shape(self) -> tuple[int, int]:
+        """Shape of what one rank holds, with rows that fill it up."""
+        rows, columns = self.tp_shape
+        return (rows, columns) if self.gtp_size == 1 else (self.gtp_rows, columns)
+
+    @property
     def numel(self) -> int:
         """Elements of the whole matrix."""
         return self.shape[0] * self.shape[1]
 
     @property
     def local_numel(self) -> int:
-        """Elements of one shard."""
+        """Elements of what one rank holds, with those that fill it up."""
         rows, columns = self.local_shape
         return rows * columns
+
+    def held_numel(self, rank: int) -> int:
+        """Return the elements of the matrix that a rank of the row holds: its first ones."""
+        rows, columns = self.tp_shape
+        if self.gtp_size == 1:
+            return rows * columns
+        return min(max(rows - self._first_row(rank), 0), self.gtp_rows) * columns
+
+    def first_held(self, rank: int) -> int:
+        """Return where a rank's elements start in the flat tensor-parallel shard."""
+        return self._first_row(rank) * self.tp_shape[1]
+
+    def _first_row(self, rank: int) -> int:
+        return 0 if self.gtp_size == 1 else rank // self.tp_size * self.gtp_rows
 
     def block_shapes(self) -> list[tuple[int, int]]:
         """Return the shape of each matrix that is orthogonalized apart, block by block."""
@@ -175,9 +220,15 @@ class LogicalMatrix:
         an equal number of them whole (``batch / tp_size``), as heads.
 
         Raises:
-            ConfigurationError: The shards differ, since one cuts a query group or a head: only the
-                whole matrix can be split.
+            ConfigurationError: The shards differ, since one cuts a query group or a head or rows
+                are cut once more: only the whole matrix can be split.
         """
+        if self.gtp_size > 1:
+            raise ConfigurationError(
+                f"{self.name}: its rows are cut over {self.gtp_size} ranks more by generalized "
+                "tensor parallelism, so there is no orthogonalization shard by shard. Use "
+                "--muon-tp-mode owner or duplicated."
+            )
         if self.tp_dim is None or self.tp_size == 1:
             return self.blocks
         return tuple(

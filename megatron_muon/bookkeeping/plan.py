@@ -25,10 +25,13 @@ class Grid:
     Attributes:
         expert_parallel: Whether its data-parallel group is that of experts.
         expert_tp: Whether its tensor-parallel group is that of experts.
+        gtp: Whether generalized tensor parallelism cuts it too: a row of the grid then has the
+            ranks of both.
     """
 
     expert_parallel: bool = False
     expert_tp: bool = False
+    gtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class GridSize:
 
     Attributes:
         dp: Ranks of the data-parallel group, 1 where every rank steps every matrix.
-        tp: Ranks of the tensor-parallel group.
+        tp: Ranks of the tensor-parallel group, or of a row that is more.
     """
 
     dp: int = 1
@@ -50,7 +53,7 @@ class Piece:
 
     Attributes:
         rank: Rank in the data-parallel group.
-        range: Flat elements of the tensor-parallel-local shard.
+        range: Flat elements of the local shard, with those that fill it up.
     """
 
     rank: int
@@ -93,11 +96,26 @@ class OwnedMatrix:
     @property
     def grid(self) -> Grid:
         """The groups it lies in."""
-        return Grid(self.matrix.expert_parallel, self.matrix.expert_tp)
+        matrix = self.matrix
+        return Grid(matrix.expert_parallel, matrix.expert_tp, matrix.gtp_size > 1)
 
     def piece_of(self, rank: int) -> Piece | None:
         """Return what a data-parallel rank holds."""
         return next((piece for piece in self.pieces if piece.rank == rank), None)
+
+    def held_range(self, piece: Piece, tp: int) -> ParamRange:
+        """Return which elements of the matrix a piece has on a rank of the row; may be empty.
+
+        They are the first ones of the piece: what fills a shard up lies at its end.
+        """
+        end = min(piece.range.end, self.matrix.held_numel(tp))
+        return ParamRange(min(piece.range.start, end), end)
+
+    def range_on(self, dp: int, tp: int) -> ParamRange | None:
+        """Return which elements of the matrix a rank of the grid holds, ``None`` for none."""
+        piece = self.piece_of(dp)
+        held = None if piece is None else self.held_range(piece, tp)
+        return held if held is not None and held.numel else None
 
 
 def held_by(owner: int, matrix: LogicalMatrix) -> tuple[Piece, ...]:
@@ -254,11 +272,16 @@ def make_plan(
 
 def _home_item(owned: OwnedMatrix, num_steps: int) -> HomeItem:
     matrix = owned.matrix
+    row_size = matrix.row_size if matrix.is_cut else 1
     return HomeItem(
         name=matrix.name,
         flops=matrix.ns_flops(num_steps),
         numel=matrix.numel,
         owner=owned.owner,
-        held={piece.rank: piece.range.numel for piece in owned.pieces},
-        tp_size=matrix.tp_size if matrix.tp_dim is not None else 1,
+        held={
+            # Where the last ranks of a row are filled up, the mean of all.
+            piece.rank: sum(owned.held_range(piece, tp).numel for tp in range(row_size)) // row_size
+            for piece in owned.pieces
+        },
+        tp_size=row_size,
     )

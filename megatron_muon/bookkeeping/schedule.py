@@ -28,7 +28,7 @@ class Transfer:
 
     Attributes:
         index: The matrix, as its place in the plan's list.
-        shard: Tensor-parallel rank whose shard it is a part of.
+        shard: Rank of the row whose shard it is a part of.
         range: Flat elements of the shard.
         src: Rank of the group that sends.
         dst: Rank of the group that receives, not ``src``.
@@ -87,9 +87,9 @@ class Position:
 
     Attributes:
         dp: Rank in the data-parallel group.
-        tp: Rank in the tensor-parallel group.
+        tp: Rank in the row: the tensor-parallel group, or that and the ranks which cut rows.
         dp_size: Ranks of the data-parallel group.
-        tp_size: Ranks of the tensor-parallel group.
+        tp_size: Ranks of the row.
     """
 
     dp: int
@@ -145,7 +145,7 @@ def make_schedule(
         schedule.append(
             MicroGroup(
                 indices=indices,
-                held=tuple(i for i in indices if plan[i].owned.piece_of(position.dp) is not None),
+                held=tuple(i for i in indices if plan[i].owned.range_on(position.dp, position.tp)),
                 in_row=tuple(i for i in indices if plan[i].home.dp == position.dp),
                 to_row=over_data(hops.to_row),
                 to_home=over_tensor(hops.to_home),
@@ -219,17 +219,19 @@ def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple
     for tp in range(tp_size):
         for piece in planned.owned.pieces:
             if piece.rank != home.dp:
-                cost["row", piece.rank, tp] += piece.range.numel
-                cost["row", home.dp, tp] += piece.range.numel
+                numel = planned.owned.held_range(piece, tp).numel
+                cost["row", piece.rank, tp] += numel
+                cost["row", home.dp, tp] += numel
     if not spread.whole:
         return cost
+    held = [matrix.held_numel(tp) for tp in range(tp_size)]
     if spread.everywhere:  # each rank sends its shard to all others
-        if matrix.tp_dim is not None:
+        if matrix.is_cut:
             for tp in range(tp_size):
-                cost["home", home.dp, tp] = 2 * (tp_size - 1) * matrix.local_numel
+                cost["home", home.dp, tp] = (tp_size - 2) * held[tp] + sum(held)
         return cost
     for tp in range(tp_size):
-        cost["home", home.dp, tp] = matrix.local_numel * (tp_size - 1 if tp == home.tp else 1)
+        cost["home", home.dp, tp] = sum(held) - held[tp] if tp == home.tp else held[tp]
     return cost
 
 
@@ -246,32 +248,33 @@ class _Hops:
     def add(self, index: int, planned: PlannedMatrix) -> None:
         """Add the transfers of one matrix in which this rank's groups take part."""
         at, home, matrix = self._at, planned.home, planned.matrix
-        is_cut = matrix.tp_dim is not None
+        is_cut = matrix.is_cut
         one_copy = not is_cut and not self._spread.everywhere
         for piece in planned.owned.pieces:
             if piece.rank == home.dp:
                 continue
             shard = at.tp if is_cut else 0
+            range_ = planned.owned.held_range(piece, at.tp)
             if not one_copy or at.tp == home.tp:
-                self.to_row.append(Transfer(index, shard, piece.range, piece.rank, home.dp))
-            self.from_row.append(Transfer(index, shard, piece.range, home.dp, piece.rank))
+                self.to_row.append(Transfer(index, shard, range_, piece.rank, home.dp))
+            self.from_row.append(Transfer(index, shard, range_, home.dp, piece.rank))
         if at.dp == home.dp and self._spread.whole:
             self._add_row(index, planned, is_cut)
 
     def _add_row(self, index: int, planned: PlannedMatrix, is_cut: bool) -> None:
         ranks, home = range(self._at.tp_size), planned.home.tp
-        everything = ParamRange(0, planned.matrix.local_numel)
+        held = [ParamRange(0, planned.matrix.held_numel(tp)) for tp in ranks]
         targets = ranks if self._spread.everywhere else [home]
         if is_cut:
             self.to_home += [
-                Transfer(index, tp, everything, tp, target)
+                Transfer(index, tp, held[tp], tp, target)
                 for target in targets
                 for tp in ranks
                 if tp != target
             ]
         if not self._spread.everywhere:
             self.from_home += [
-                Transfer(index, tp if is_cut else 0, everything, home, tp)
+                Transfer(index, tp if is_cut else 0, held[tp], home, tp)
                 for tp in ranks
                 if tp != home
             ]

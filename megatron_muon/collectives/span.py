@@ -7,6 +7,49 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_muon.collectives.agreement import gather
+from megatron_muon.errors import UnsupportedError
+
+
+def grid_row(
+    tensor: dist.ProcessGroup, cut: dist.ProcessGroup | None, everyone: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """Return the group of the ranks that have the parts of one matrix; collective over all ranks.
+
+    Args:
+        tensor: The tensor-parallel group.
+        cut: Ranks over which each of its shards is cut once more, ``None`` if over none. Their
+            tensor-parallel groups are the whole row; rank ``c * tensor.size() + t`` is the one
+            with tensor-parallel rank ``t`` that has part ``c``.
+        everyone: All ranks of the job.
+
+    Raises:
+        UnsupportedError: ``everyone`` is a part of the job, or ranks do not count up in that order;
+            the same error on every rank.
+    """
+    if cut is None or cut.size() == 1:
+        return tensor
+    own = tuple(dist.get_process_group_ranks(group) for group in (tensor, cut))
+    places = dict(gather((dist.get_rank(), own), everyone))
+    rows = sorted(
+        {tuple(rank for other in cutting if other in places for rank in places[other][0])
+         for _, cutting in places.values()}
+    )  # fmt: skip
+    in_rows = [rank for row in rows for rank in row]
+    if any(list(row) != sorted(row) for row in rows) or (
+        sorted(in_rows) != list(range(dist.get_world_size()))
+    ):
+        raise UnsupportedError(
+            "Generalized tensor parallelism: the ranks that cut one weight have to count up, those "
+            "of tensor parallelism first, and every rank of the job has to build the optimizer. "
+            f"The process groups say {rows} of {dist.get_world_size()} ranks: make them in "
+            "Megatron's own order, for one model."
+        )
+    # Every rank of the job makes every group: torch numbers groups by how many there were.
+    groups = {row: dist.new_group(list(row)) for row in rows}
+    mine: dist.ProcessGroup = next(g for row, g in groups.items() if dist.get_rank() in row)
+    return mine
+
 
 class Span:
     """All ranks that step a part of a model.

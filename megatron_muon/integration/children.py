@@ -244,7 +244,7 @@ def _sharded_scalar(
     process_groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
         groups, list(model_chunks), use_gloo_process_groups=False
     )
-    model_parallel = process_groups["expt_tp_pp_group" if is_expert else "mp_group"]
+    model_parallel = process_groups["expt_tp_pp_with_egtp_remat_group" if is_expert else "mp_group"]
     scalar_config = copy.copy(config)
     scalar_config.optimizer = settings.scalar_optimizer
     scalar_config.use_distributed_optimizer = True

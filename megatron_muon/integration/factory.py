@@ -33,6 +33,7 @@ from megatron_muon.collectives.agreement import (
     gather_distinct,
     raise_together,
 )
+from megatron_muon.collectives.span import grid_row
 from megatron_muon.errors import ConfigurationError, PlanError, UnsupportedError
 from megatron_muon.integration.children import (
     Kind,
@@ -42,6 +43,7 @@ from megatron_muon.integration.children import (
 )
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
+from megatron_muon.integration.names import weight_shards_flag
 from megatron_muon.integration.params_norm import watch_params_norm
 from megatron_muon.integration.quantized import check_model, forget_stale_initial_values
 from megatron_muon.integration.start import announce
@@ -147,10 +149,11 @@ def _checked(
     """Return the settings and routes, or raise what is wrong with them on this rank."""
     settings = _resolve(config)
     _check_supported(config)
-    _check_groups(groups)
     check_model(config, model_chunks, settings.layout is not None)
     _check_wrapping(model_chunks, config, settings)
-    return settings, _routes(model_chunks, settings)
+    routes = _routes(model_chunks, settings)
+    _check_weight_shards(routes, groups)
+    return settings, routes
 
 
 def _check_supported(config: OptimizerConfig) -> None:
@@ -174,19 +177,43 @@ def _check_supported(config: OptimizerConfig) -> None:
         )
 
 
-def _check_groups(groups: Any) -> None:
-    """Check that rows of a weight are not cut once more, over ranks outside the two grids."""
-    for name, flag in (
-        ("gtp_remat", "--tensor-parallel-num-weight-shards"),
-        ("expt_gtp_remat", "--expert-tensor-parallel-num-weight-shards"),
-    ):
-        size = _size(getattr(groups, name, None))
-        if size > 1:
+def _check_weight_shards(routes: Routes, groups: Any) -> None:
+    """Check that rows of matrices are cut once more over the ranks that the groups name.
+
+    Raises:
+        UnsupportedError: They are cut over others, or gradients are summed over ranks that have
+            different rows.
+    """
+    for param, route in routes.items():
+        matrix = route.matrix
+        if matrix is None or matrix.gtp_size == 1:
+            continue
+        flag = weight_shards_flag(matrix.expert_tp)
+        attributes: Any = param
+        cutting = _ranks_in(attributes.group)
+        named = _ranks_in(_cutting_group(groups, matrix.expert_tp))
+        if cutting != named:
             raise UnsupportedError(
-                f"{flag}: weights are cut into {size} more shards each, which does not work with "
-                "--optimizer muon. Drop that flag; code that makes the process groups itself makes "
-                f"none for {name}."
+                f"{matrix.name}: {flag} cuts its rows over the ranks {cutting}, the optimizer's "
+                f"process groups name {named}. Give the optimizer the process groups of the model."
             )
+        reducing = _ranks_in(
+            getattr(groups, "expt_dp" if matrix.expert_parallel else "dp_cp", None)
+        )
+        if len(set(cutting) & set(reducing)) > 1:
+            raise UnsupportedError(
+                f"{matrix.name}: {flag} cuts its rows over the ranks {cutting}, and its gradients "
+                f"are summed over {reducing}, which have different rows: drop {flag}."
+            )
+
+
+def _cutting_group(groups: Any, of_experts: bool) -> dist.ProcessGroup | None:
+    """Return the ranks over which generalized tensor parallelism cuts rows."""
+    return getattr(groups, "expt_gtp_remat" if of_experts else "gtp_remat", None)
+
+
+def _ranks_in(group: dist.ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def _check_wrapping(
@@ -310,7 +337,7 @@ def _bind(
     """Make the plan, compare it across ranks, and tell each Muon its part."""
     matrices = {p: route.matrix for p, route in routes.items() if route.matrix is not None}
     layer_wise = _find_layer_wise(optimizer)
-    grids = _grids(layer_wise, groups)
+    grids = _grids(layer_wise, groups, ranks)
     sizes = {grid: GridSize(_size(g.dp), _size(g.tp)) for grid, g in grids.items()}
     if layer_wise is None:
         owned = [OwnedMatrix(matrix=m, pieces=held_by(0, m)) for m in matrices.values()]
@@ -354,17 +381,30 @@ def _bind_children(
         child.optimizer.bind(plan, {grid: grids[grid] for grid in stepped}, masters, device)
 
 
-def _grids(layer_wise: LayerWiseMuonOptimizer | None, groups: Any) -> dict[Grid, Groups]:
-    """Return the process groups of every grid; without distribution no data-parallel ones."""
-    return {
-        Grid(expert_parallel, expert_tp): Groups(
-            dp=None if layer_wise is None
-            else layer_wise.expt_dp if expert_parallel else layer_wise.dp_cp,
-            tp=getattr(groups, "expt_tp" if expert_tp else "tp", None),
-        )
-        for expert_parallel in (False, True)
-        for expert_tp in (False, True)
-    }  # fmt: skip
+def _grids(
+    layer_wise: LayerWiseMuonOptimizer | None, groups: Any, ranks: dist.ProcessGroup
+) -> dict[Grid, Groups]:
+    """Return the process groups of every grid; without distribution no data-parallel ones.
+
+    Collective where generalized tensor parallelism cuts rows: the rows of those grids are made.
+    """
+    grids: dict[Grid, Groups] = {}
+    for expert_tp in (False, True):
+        tensor = getattr(groups, "expt_tp" if expert_tp else "tp", None)
+        cutting = _cutting_group(groups, expert_tp)
+        rows = {False: tensor}
+        if tensor is not None and _size(cutting) > 1:
+            rows[True] = grid_row(tensor, cutting, ranks)
+        grids |= {
+            Grid(expert_parallel, expert_tp, gtp): Groups(
+                dp=None if layer_wise is None
+                else layer_wise.expt_dp if expert_parallel else layer_wise.dp_cp,
+                tp=row,
+            )
+            for expert_parallel in (False, True)
+            for gtp, row in rows.items()
+        }  # fmt: skip
+    return grids
 
 
 def _steps(muon: OwnedMuon, grid: Grid, layer_wise: LayerWiseMuonOptimizer | None) -> bool:

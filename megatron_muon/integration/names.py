@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.routing import ParamFacts, Route, RoutingRules, SplitRules, decide
 from megatron_muon.errors import ConfigurationError, UnsupportedError
 from megatron_muon.integration.fused import GATED_FC1, blocks_of_weight
+from megatron_muon.optimizer.masters import is_quantized
 
 SHARED_EMBEDDING_NAME = "embedding.word_embeddings.weight"
 """The one name of a tied embedding, also for the copy that a later pipeline stage holds."""
@@ -30,26 +31,37 @@ _LOCAL_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """How tensor parallelism cuts a weight, and which piece this rank holds.
+    """How a weight is cut, and which piece this rank holds.
 
     The whole weight is cut along ``dim`` into ``stride`` equal parts, each part into ``size``
-    pieces; a rank holds its piece of every part, in order.
+    pieces; a tensor-parallel rank holds its piece of every part, in order. Generalized tensor
+    parallelism (GTP) puts rows of zeros below that and cuts the rows into ``gtp_size`` equal runs
+    (0.19.2, tensor_parallel/generalized_tensor_parallelism.py:472).
 
     Attributes:
         dim: The dimension that is cut, ``None`` for a weight that every rank holds whole.
         rank: This rank in the tensor-parallel group.
         size: Ranks of the group.
         stride: Parts that are cut apart: 2 for stacked gate and up projections.
+        gtp_rank: This rank among those that cut the rows once more.
+        gtp_size: How many these are.
+        gtp_padding: Rows of zeros.
     """
 
     dim: int | None = None
     rank: int = 0
     size: int = 1
     stride: int = 1
+    gtp_rank: int = 0
+    gtp_size: int = 1
+    gtp_padding: int = 0
 
     def logical_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole weight whose shard has ``local_shape``."""
-        return tuple(n * self.size if d == self.dim else n for d, n in enumerate(local_shape))
+        shape = list(local_shape)
+        if self.gtp_size > 1:
+            shape[0] = shape[0] * self.gtp_size - self.gtp_padding
+        return tuple(n * self.size if d == self.dim else n for d, n in enumerate(shape))
 
     def cut(self, whole_weight: torch.Tensor) -> torch.Tensor:
         """Return this rank's piece of a whole weight.
@@ -57,6 +69,13 @@ class ParamShard:
         Raises:
             ConfigurationError: The dimension cannot be cut into that many equal pieces.
         """
+        shard = self._tp_shard(whole_weight)
+        if self.gtp_size == 1:
+            return shard
+        filled = torch.cat([shard, shard.new_zeros(self.gtp_padding, *shard.shape[1:])])
+        return filled.chunk(self.gtp_size)[self.gtp_rank]
+
+    def _tp_shard(self, whole_weight: torch.Tensor) -> torch.Tensor:
         if self.dim is None or self.size == 1:
             return whole_weight
         pieces = self.size * self.stride
@@ -92,12 +111,17 @@ class NamedParameter:
     @property
     def is_expert(self) -> bool:
         """Whether it is a routed expert's, or those of several stacked."""
-        return ".experts." in f".{self.name}"
+        return is_expert(self.name)
 
     @property
     def is_expert_stack(self) -> bool:
         """Whether its shape is ``(E, m, n)``: a matrix an expert."""
         return self.is_expert and self.param.dim() == 3
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of that name is a routed expert's."""
+    return ".experts." in f".{name}"
 
 
 def named_parameters(chunk: torch.nn.Module) -> Iterator[NamedParameter]:
@@ -168,6 +192,8 @@ def _logical_matrix(
         tp_stride=tp_stride,
         expert_tp=entry.is_expert,
         expert_parallel=not getattr(entry.param, "allreduce", True),
+        gtp_size=entry.shard.gtp_size,
+        gtp_rows=entry.param.shape[0] if entry.shard.gtp_size > 1 else 0,
     )
     return matrix, warning
 
@@ -224,11 +250,46 @@ def _shard_of(
     name: str, module: torch.nn.Module, param: torch.nn.Parameter, config: Any, nearest_group: Any
 ) -> ParamShard:
     """Return how this rank's piece of ``param`` lies in the whole weight."""
-    if getattr(param, "is_gtp_weight_remat", False):
+    shard = _tp_shard_of(name, module, param, config, nearest_group)
+    if not getattr(param, "is_gtp_weight_remat", False):
+        return shard
+    attributes: Any = param
+    _check_gtp(name, param, shard)
+    group = attributes.group
+    return replace(
+        shard, gtp_rank=group.rank(), gtp_size=group.size(), gtp_padding=attributes.pad_length
+    )
+
+
+def _check_gtp(name: str, param: torch.nn.Parameter, shard: ParamShard) -> None:
+    """Check that rows of a weight are cut once more in the one way that is known.
+
+    Raises:
+        UnsupportedError: They are not.
+    """
+    why = None
+    if is_quantized(param):
+        why = "kept in FP8: drop --fp8-param-gather"
+    elif param.dim() != 2:
+        why = f"of shape {tuple(param.shape)}, and rows of one matrix alone can be: drop that flag"
+    elif shard.dim is None and shard.size > 1:
+        why = f"copied on {shard.size} tensor-parallel ranks: drop that flag"
+    if why is not None:
         raise UnsupportedError(
-            f"{name} is sharded by --tensor-parallel-num-weight-shards, which megatron-muon does "
-            "not support: leave that flag at its default."
+            f"{name}, whose rows {weight_shards_flag(is_expert(name))} cuts once more, is {why}. "
+            "--optimizer muon does not support both."
         )
+
+
+def weight_shards_flag(of_experts: bool) -> str:
+    """Return the flag of generalized tensor parallelism that cuts a weight's rows."""
+    return f"--{'expert-' if of_experts else ''}tensor-parallel-num-weight-shards"
+
+
+def _tp_shard_of(
+    name: str, module: torch.nn.Module, param: torch.nn.Parameter, config: Any, nearest_group: Any
+) -> ParamShard:
+    """Return how tensor parallelism cuts ``param``."""
     group = _own_tp_group(module)
     if not getattr(param, "tensor_model_parallel", False):
         return ParamShard() if group is None else ParamShard(None, group.rank(), group.size())

@@ -168,15 +168,25 @@ def _scalar_rate_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _weight_shard_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the flags by which Megatron would cut rows again, over ranks of their own."""
+    """Yield what does not work where Megatron cuts rows again, over ranks of their own."""
     tp: int = args.tensor_model_parallel_size
     for flag, size in (
         ("--tensor-parallel-num-weight-shards", tp),
         ("--expert-tensor-parallel-num-weight-shards", args.expert_tensor_parallel_size or tp),
     ):
         shards = getattr(args, _destination(flag))
-        if shards is not None and shards > size:
-            yield f"{flag} {shards} does not work with --optimizer muon: drop it."
+        if shards is None or shards <= size:
+            continue
+        if args.muon_tp_mode in ("distributed", "blockwise"):
+            yield (
+                f"--muon-tp-mode {args.muon_tp_mode} does not work with {flag} {shards}: use owner "
+                f"or duplicated, or drop {flag}."
+            )
+        if args.fp8_param_gather:
+            yield (
+                f"--fp8-param-gather does not work with {flag} {shards} and --optimizer muon: drop "
+                "one of them."
+            )
 
 
 def _take_later_layout(args: argparse.Namespace) -> None:

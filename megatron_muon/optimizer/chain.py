@@ -393,7 +393,9 @@ class MuonChain(ChainedOptimizer):
 def spanning_groups(groups: Any) -> list[dist.ProcessGroup]:
     """Return process groups that together span all ranks of the model."""
     model_parallel = getattr(groups, "mp", None)
-    model = [model_parallel] if model_parallel is not None else [groups.tp, groups.pp]
+    model = [groups.tp, groups.pp, getattr(groups, "gtp_remat", None)]
+    if model_parallel is not None:
+        model = [model_parallel]
     parts = [group for group in (*model, groups.dp_cp) if group is not None]
     whole = getattr(groups, "intra_dist_opt", None)
     if whole is not None and whole.size() == math.prod(group.size() for group in parts):

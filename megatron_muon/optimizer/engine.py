@@ -15,7 +15,6 @@ from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.bookkeeping.schedule import MicroGroup, Transfer, make_schedule
 from megatron_muon.collectives.arena import Arena
-from megatron_muon.collectives.shards import read_stretch, write_stretch
 from megatron_muon.errors import PlanError
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.gathered import gathered_update
@@ -51,9 +50,9 @@ class Engine:
         self._ranges: dict[int, ParamRange] = {}
         for i, planned in enumerate(self.plan):
             self._check(planned)
-            piece = planned.owned.piece_of(self.position.dp)
-            if piece is not None:
-                self._ranges[i] = piece.range
+            range_ = planned.owned.range_on(self.position.dp, self.position.tp)
+            if range_ is not None:
+                self._ranges[i] = range_
         self.schedule: list[MicroGroup] = make_schedule(
             self.plan,
             self.position,
@@ -61,6 +60,13 @@ class Engine:
             station.wire.budget_numel,
             station.settings.budget_nbytes // torch.float32.itemsize,
         )
+
+    def held_numel(self) -> dict[str, int]:
+        """Return how many elements this rank has of each matrix that it has a piece of.
+
+        They are the first ones of what it holds: what fills a shard up is never touched.
+        """
+        return {self.plan[i].matrix.name: range_.numel for i, range_ in self._ranges.items()}
 
     def is_home(self, planned: PlannedMatrix) -> bool:
         """Whether this rank orthogonalizes a matrix, alone or with the others of its row."""
@@ -114,12 +120,12 @@ class Engine:
         shards: Tensors = {}
         for i in group.in_row:
             planned = self.plan[i]
-            if planned.matrix.tp_dim is None and not self.is_home(planned):
+            if not planned.matrix.is_cut and not self.is_home(planned):
                 continue  # this rank's copy of it is not needed
-            if planned.owned.owner == self.position.dp:
+            if planned.owned.owner == self.position.dp and i in inputs:
                 shards[i] = inputs[i]
                 continue
-            shards[i] = self.station.borrow(planned.matrix.local_numel, scratch)
+            shards[i] = self.station.borrow(self._shard_numel(planned), scratch)
             if i in inputs:
                 _stretch_of(shards[i], self._ranges[i]).copy_(inputs[i])
 
@@ -173,15 +179,16 @@ class Engine:
                 wholes[i] = shards[i].view(matrix.shape)
                 continue
             wholes[i] = self.station.borrow(matrix.numel, scratch).view(matrix.shape)
-            view = self.station.shard_view(matrix, wholes[i], self.position.tp)
-            view.copy_(shards[i].view(view.shape))
+            held = ParamRange(0, shards[i].numel())
+            self.station.write_shard(matrix, wholes[i], self.position.tp, held, shards[i])
 
         def pack(transfer: Transfer, out: torch.Tensor) -> None:
             out.copy_(_stretch_of(shards[transfer.index], transfer.range))
 
         def unpack(transfer: Transfer, part: torch.Tensor) -> None:
-            view = self._shard_of(transfer, wholes)
-            write_stretch(view, transfer.range.start, transfer.range.end, part)
+            matrix = self.plan[transfer.index].matrix
+            whole = wholes[transfer.index]
+            self.station.write_shard(matrix, whole, transfer.shard, transfer.range, part)
 
         with self.station.account.phase("exchange"):
             self.station.columns.run(group.to_home, pack, unpack)
@@ -195,14 +202,15 @@ class Engine:
             if i in results and not self.station.is_cut(matrix):
                 updates[i] = results[i].view(-1)
                 continue
-            updates[i] = self.station.borrow(matrix.local_numel, scratch)
+            updates[i] = self.station.borrow(self._shard_numel(self.plan[i]), scratch)
             if i in results:
-                view = self.station.shard_view(matrix, results[i], self.position.tp)
-                updates[i].view(view.shape).copy_(view)
+                held = ParamRange(0, updates[i].numel())
+                self.station.read_shard(matrix, results[i], self.position.tp, held, updates[i])
 
         def pack(transfer: Transfer, out: torch.Tensor) -> None:
-            view = self._shard_of(transfer, results)
-            read_stretch(view, transfer.range.start, transfer.range.end, out)
+            matrix = self.plan[transfer.index].matrix
+            whole = results[transfer.index]
+            self.station.read_shard(matrix, whole, transfer.shard, transfer.range, out)
 
         def unpack(transfer: Transfer, part: torch.Tensor) -> None:
             _stretch_of(updates[transfer.index], transfer.range).copy_(part)
@@ -226,17 +234,16 @@ class Engine:
             updates[i] = station.round_(x).view(-1)
         return updates
 
-    def _shard_of(self, transfer: Transfer, wholes: Tensors) -> torch.Tensor:
-        """View the shard that a transfer carries a stretch of."""
-        matrix = self.plan[transfer.index].matrix
-        return self.station.shard_view(matrix, wholes[transfer.index], transfer.shard)
+    def _shard_numel(self, planned: PlannedMatrix) -> int:
+        """Return the elements of this rank's shard that are of the matrix."""
+        return planned.matrix.held_numel(self.position.tp)
 
     def _check(self, planned: PlannedMatrix) -> None:
         """Check that the group and the mode fit a matrix."""
         matrix = planned.matrix
-        if matrix.tp_dim is not None and matrix.tp_size != self.position.tp_size:
+        if matrix.is_cut and matrix.row_size != self.position.tp_size:
             raise PlanError(
-                f"{matrix.name} is cut over {matrix.tp_size} ranks, the "
+                f"{matrix.name} is cut over {matrix.row_size} ranks, the "
                 f"{'expert ' if matrix.expert_tp else ''}tensor-parallel group of the optimizer "
                 f"has {self.position.tp_size}. Give the optimizer the process groups of the model."
             )

@@ -563,6 +563,13 @@ def _check_group(group: Mapping[str, Any]) -> None:
         value = group.get(name)
         if not is_legal(value):
             raise ConfigurationError(f"{name} is {value!r}: expected {expected}.")
+    parts = [p for p in group["params"] if getattr(p, "is_gtp_weight_remat", False)]
+    if parts and group["use_muon"]:
+        raise ConfigurationError(
+            f"use_muon: a parameter of shape {tuple(parts[0].shape)} has some of the rows that "
+            "generalized tensor parallelism cuts, which this optimizer does not put together. "
+            "Use --optimizer muon of Megatron, or drop --tensor-parallel-num-weight-shards."
+        )
     known = [name for name, *_ in checks]
     for key in group:  # schedulers and scripts put keys of their own into groups
         meant = difflib.get_close_matches(key, known, n=1, cutoff=0.8)

@@ -14,7 +14,6 @@ from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.collectives.exchange import gather_flat
-from megatron_muon.collectives.shards import read_stretch, write_stretch
 from megatron_muon.optimizer.station import Station
 
 
@@ -43,8 +42,8 @@ def gathered_update(
         whole = _gather_shards(station, planned.matrix, shard, scratch)
     station.orthogonalize([(whole, whole, planned.matrix.blocks)])
     update = station.borrow(range_.numel, scratch)
-    view = station.shard_view(planned.matrix, station.round_(whole), station.position.tp)
-    read_stretch(view, range_.start, range_.end, update)
+    whole = station.round_(whole)
+    station.read_shard(planned.matrix, whole, station.position.tp, range_, update)
     return update
 
 
@@ -78,8 +77,7 @@ def _gather_shards(
     whole = station.borrow(matrix.numel, scratch).view(matrix.shape)
 
     def write(rank: int, start: int, part: torch.Tensor) -> None:
-        view = station.shard_view(matrix, whole, rank)
-        write_stretch(view, start, start + part.numel(), part)
+        station.write_shard(matrix, whole, rank, ParamRange(start, start + part.numel()), part)
 
     sizes = [matrix.local_numel] * station.columns.size
     gather_flat(station.columns.group, shard, sizes, write, station.wire)

@@ -29,7 +29,8 @@ class Groups:
 
     Attributes:
         dp: Data-parallel group, ``None`` where every rank steps every matrix.
-        tp: Tensor-parallel group, ``None`` for one rank.
+        tp: Ranks of a row: the tensor-parallel group, or that and those which cut rows; ``None``
+            for one rank.
     """
 
     dp: dist.ProcessGroup | None = None
@@ -43,15 +44,22 @@ class Work:
     Attributes:
         param: Its master: the whole shard in its shape, or a flat piece.
         group: Its parameter group.
+        numel: Elements that are of the matrix, the first ones. The others fill up what generalized
+            tensor parallelism cuts: they are zero and stay so, since nothing touches them.
     """
 
     param: torch.Tensor
     group: dict[str, Any]
+    numel: int
 
     def grad(self) -> torch.Tensor:
         """Return the gradient, flat, zero if there is none."""
         grad = self.param.grad
-        return (torch.zeros_like(self.param) if grad is None else grad).reshape(-1)
+        return self.flat(torch.zeros_like(self.param) if grad is None else grad.contiguous())
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a tensor like the master that are of the matrix, flat."""
+        return tensor.view(-1)[: self.numel]
 
 
 class OwnedMuon(torch.optim.Optimizer):
@@ -158,7 +166,7 @@ class OwnedMuon(torch.optim.Optimizer):
 
         def read(planned: PlannedMatrix) -> torch.Tensor:
             item = work[planned.matrix.name]
-            kept = self.state[item.param][MOMENTUM].view(-1)
+            kept = item.flat(self.state[item.param][MOMENTUM])
             momentum = kept.to(torch.float32)
             ahead = advance_momentum(
                 momentum, item.grad(), item.group["momentum"], self.settings.nesterov
@@ -170,7 +178,8 @@ class OwnedMuon(torch.optim.Optimizer):
 
         def apply(planned: PlannedMatrix, update: torch.Tensor) -> None:
             item = work[planned.matrix.name]
-            apply_update(item.param.view(-1), update, item.group["lr"], item.group["weight_decay"])
+            master, group = item.flat(item.param), item.group
+            apply_update(master, update, group["lr"], group["weight_decay"])
 
         run_engines(self.engines, self.account, self.arena, read, apply)
 
@@ -226,7 +235,12 @@ class OwnedMuon(torch.optim.Optimizer):
     def _work(self) -> dict[str, Work]:
         """Return what this rank holds, by name, with the groups as they are now."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
-        return {name: Work(param, groups[param]) for name, param in self._bound.items()}
+        numels = {name: n for engine in self.engines for name, n in engine.held_numel().items()}
+        return {
+            name: Work(param, groups[param], numels[name])
+            for name, param in self._bound.items()
+            if name in numels
+        }
 
     def _check_masters(self) -> None:
         """Check that this rank steps what the plan says it holds, and nothing else."""

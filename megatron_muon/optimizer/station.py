@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.matrix import LogicalBlock, LogicalMatrix, step_flops
 from megatron_muon.bookkeeping.schedule import Position, Spread
 from megatron_muon.collectives.arena import Arena
 from megatron_muon.collectives.exchange import Exchange, Wire
-from megatron_muon.collectives.shards import shard_view
+from megatron_muon.collectives.shards import read_stretch, shard_view, write_stretch
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.views import as_matrix, block_views
@@ -69,7 +70,7 @@ class Station:
         settings: How the engine works.
         account: Where work is counted.
         rows: Exchange over the data-parallel group, between the rows of the grid.
-        columns: Exchange over the tensor-parallel group, inside a row.
+        columns: Exchange inside a row.
         position: The rank's place.
         wire: How data travels.
     """
@@ -87,7 +88,7 @@ class Station:
 
         Args:
             dp_group: Data-parallel group, ``None`` where every rank steps every matrix.
-            tp_group: Tensor-parallel group.
+            tp_group: Ranks of a row: the tensor-parallel group, or that and those which cut rows.
             settings: How to work.
             arena: Where scratch comes from.
             account: Where work is counted.
@@ -114,13 +115,32 @@ class Station:
         """Round fp32 scratch in place to what the wire carries, and return it."""
         return x if self.wire.dtype == torch.float32 else x.copy_(x.to(self.wire.dtype))
 
-    def shard_view(self, matrix: LogicalMatrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """View the shard of a tensor-parallel rank in a whole matrix."""
-        return shard_view(whole, matrix.tp_dim, matrix.tp_stride, self.position.tp_size, rank)
+    def read_shard(
+        self, matrix: LogicalMatrix, whole: torch.Tensor, rank: int, range_: ParamRange,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Copy flat elements of the shard of a rank of the row from a whole matrix."""
+        first = matrix.first_held(rank)
+        view = self._tp_view(matrix, whole, rank)
+        read_stretch(view, first + range_.start, first + range_.end, out)
+
+    def write_shard(
+        self, matrix: LogicalMatrix, whole: torch.Tensor, rank: int, range_: ParamRange,
+        source: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Copy flat elements of the shard of a rank of the row to a whole matrix."""
+        first = matrix.first_held(rank)
+        view = self._tp_view(matrix, whole, rank)
+        write_stretch(view, first + range_.start, first + range_.end, source)
+
+    def _tp_view(self, matrix: LogicalMatrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """View the tensor-parallel shard that a rank of the row has rows of."""
+        tp_rank = rank % matrix.tp_size
+        return shard_view(whole, matrix.tp_dim, matrix.tp_stride, matrix.tp_size, tp_rank)
 
     def is_cut(self, matrix: LogicalMatrix) -> bool:
         """Whether no rank of a row holds a whole matrix."""
-        return matrix.tp_dim is not None and self.position.tp_size > 1
+        return matrix.is_cut and self.position.tp_size > 1
 
     def orthogonalize(self, work: Sequence[BlockWork]) -> None:
         """Orthogonalize the blocks of several matrices, those of equal shape together.

@@ -11,11 +11,22 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from megatron_muon.testing.law.build import build_model, optimizer_config, parallel_state, wrap
+from megatron_muon.collectives.span import grid_row
+from megatron_muon.testing.law.build import (
+    build_model,
+    build_optimizer,
+    find_muons,
+    optimizer_config,
+    parallel_state,
+    wrap,
+)
 from megatron_muon.testing.law.case import Case
+from megatron_muon.testing.law.job import train
 
-REPLICATED = Case(wrap="replicated")
+GTP = Case(gtp=2, layers=1)
+REPLICATED = Case(gtp=2, layers=1, wrap="replicated")
 
 
 def run_scenarios() -> dict[str, str]:
@@ -23,18 +34,8 @@ def run_scenarios() -> dict[str, str]:
     from megatron_muon.integration.install import install
 
     install(device="cpu")
-    from megatron.core import parallel_state as mpu
-
-    with mock.patch.object(mpu, "initialize_model_parallel", _with_shards()), parallel_state(1):
+    with parallel_state(*GTP.grid):
         return {name: _said(scenario) for name, scenario in SCENARIOS.items()}
-
-
-def _with_shards() -> Callable[..., None]:
-    """Return what makes Megatron's groups, with two ranks to cut rows over."""
-    from megatron.core import parallel_state as mpu
-
-    initialize = mpu.initialize_model_parallel
-    return lambda *args, **kwargs: initialize(*args, **kwargs, gtp_remat_size=2)
 
 
 def _said(scenario: Callable[[], Any]) -> str:
@@ -58,34 +59,75 @@ def _linear(rows: int) -> Any:
 
 
 def as_megatron_cuts() -> str:
-    """What the refusals go by: 40 rows over two ranks, filled up to two times 32 with zeros."""
+    """What routing goes by: 40 rows over two ranks, filled up to two times 32 with zeros."""
     weight = _linear(40).weight
     sums = weight.data.sum(1).tolist()
     real, filled = sums.count(64.0), sums.count(0.0)
     return f"{weight.is_gtp_weight_remat} {tuple(weight.shape)} {weight.pad_length} {real}+{filled}"
 
 
-def a_weight_that_is_cut() -> None:
-    """The error comes before DDP makes its buffers."""
-    from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
-
-    module = torch.nn.Module()
-    module.decoder = torch.nn.Module()
-    module.decoder.linear_fc1 = _linear(128)
-    tag_params_for_buffer_routing([module])
-
-
-def groups_without_a_weight_that_is_cut() -> None:
-    """What is not cut over these ranks is copied there, and reduced again after DDP."""
-    from megatron.core.optimizer import get_megatron_optimizer
+def ranks_without_a_weight_that_is_cut() -> str:
+    """What is not cut over these ranks is copied there, and each of them steps its copy."""
     from megatron.core.tensor_parallel import gtp_api
 
     with mock.patch.object(gtp_api, "wrap_module_params_gtp", return_value=None):
-        chunks = wrap(REPLICATED, build_model(REPLICATED))
-    get_megatron_optimizer(optimizer_config(REPLICATED), chunks)
+        chunks = wrap(REPLICATED, build_model(REPLICATED.__class__(layers=1)))
+    (muon,) = find_muons(build_optimizer(REPLICATED, chunks))
+    homes = {planned.home.tp for engine in muon.engines for planned in engine.plan}
+    return f"homes in rows of {muon.engines[0].position.tp_size}: {homes}"
+
+
+def orthogonalization_of_shards() -> None:
+    train(Case(gtp=2, layers=1, tp_mode="distributed"))
+
+
+def orthogonalization_of_shards_alone() -> None:
+    train(Case(gtp=2, layers=1, tp_mode="blockwise"))
+
+
+def other_groups_than_the_model_has() -> None:
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    chunks = wrap(REPLICATED, build_model(REPLICATED))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.gtp_remat = groups.tp
+    get_megatron_optimizer(optimizer_config(REPLICATED), chunks, pg_collection=groups)
+
+
+def gradients_summed_over_ranks_with_other_rows() -> None:
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    chunks = wrap(REPLICATED, build_model(REPLICATED))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.dp_cp = dist.group.WORLD
+    get_megatron_optimizer(optimizer_config(REPLICATED), chunks, pg_collection=groups)
+
+
+def ranks_in_another_order() -> None:
+    """Every rank would have every part."""
+    grid_row(dist.group.WORLD, dist.group.WORLD, dist.group.WORLD)
+
+
+def a_part_of_the_job() -> None:
+    """The ranks of the row that build no optimizer are not heard of."""
+    from megatron.core import parallel_state as mpu
+
+    alone = mpu.get_tensor_model_parallel_group()
+    grid_row(alone, mpu.get_gtp_weight_remat_group(), alone)
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     scenario.__name__.replace("_", " "): scenario
-    for scenario in (as_megatron_cuts, a_weight_that_is_cut, groups_without_a_weight_that_is_cut)
+    for scenario in (
+        as_megatron_cuts,
+        ranks_without_a_weight_that_is_cut,
+        orthogonalization_of_shards,
+        orthogonalization_of_shards_alone,
+        other_groups_than_the_model_has,
+        gradients_summed_over_ranks_with_other_rows,
+        ranks_in_another_order,
+        a_part_of_the_job,
+    )
 }

@@ -78,6 +78,35 @@ def test_shards_are_equal_parts_of_the_whole(size, stride, rows, columns, by_row
     assert replicated.local_shape == replicated.shape
 
 
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(1, 9), st.integers(0, 3), st.booleans())
+def test_rows_that_are_cut_again_are_held_once(tp, size, rows, more, by_rows):
+    """The parts of each tensor-parallel shard follow each other; what fills them up is no part."""
+    columns, part = 2 * tp, -(-rows // size) + more
+    shape = (rows * tp, columns) if by_rows else (rows, columns)
+    matrix = LogicalMatrix(
+        "w", shape, whole(shape[0]), 0 if by_rows else 1, tp, gtp_size=size, gtp_rows=part
+    )
+    width = columns if by_rows else 2
+    assert matrix.local_shape == (part, width)
+    assert matrix.is_cut
+    assert matrix.row_size == tp * size
+    for tp_rank in range(tp):
+        ranks = [gtp_rank * tp + tp_rank for gtp_rank in range(size)]
+        held = [
+            element
+            for rank in ranks
+            for element in range(
+                matrix.first_held(rank), matrix.first_held(rank) + matrix.held_numel(rank)
+            )
+        ]
+        assert held == list(range(rows * width))
+
+
+def test_parts_too_small_for_the_rows_are_refused():
+    with pytest.raises(PlanError, match="w: 2 ranks with 3 rows each do not hold the 7 rows"):
+        LogicalMatrix("w", (7, 2), whole(7), gtp_size=2, gtp_rows=3)
+
+
 def test_uneven_shards_are_refused():
     with pytest.raises(PlanError, match=r"fc1: dimension 0 .* 4 ranks x 2 parts"):
         LogicalMatrix("fc1", (12, 4), whole(12), 0, 4, 2)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megatron_muon.bookkeeping.matrix import whole
 from megatron_muon.bookkeeping.routing import RoutingRules, SplitRules
 from megatron_muon.errors import ConfigurationError, UnsupportedError
+from megatron_muon.integration.cpu_mxfp8_tensor import CpuMXFP8Quantizer
+from megatron_muon.integration.install import install, uninstall
 from megatron_muon.integration.names import ParamShard, named_parameters, route_parameter
 
 
@@ -47,6 +49,78 @@ def test_a_plain_module_is_cut_by_the_group_of_the_module_around_it() -> None:
 def test_a_cut_weight_without_any_group_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"mixer\.conv1d\.weight"):
         list(named_parameters(_model(group_around=False)))
+
+
+# Rows that are cut again.
+
+
+def _part(name: str, *shape: int, tp: bool = False, padding: int = 3) -> torch.nn.Module:
+    """A model with one weight of which this rank has the second part of two, filled up."""
+    *path, label = name.split(".")
+    module = model = torch.nn.Module()
+    for step in path:
+        module.add_module(step, torch.nn.Module())
+        module = module.get_submodule(step)
+    if tp:
+        module.tp_group = _Group()
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    weight.is_gtp_weight_remat, weight.group, weight.pad_length = True, _Group(), padding
+    module.register_parameter(label, weight)
+    return model
+
+
+def test_rows_that_fill_parts_up_are_no_rows_of_the_matrix() -> None:
+    (entry,) = named_parameters(_part("decoder.linear.weight", 4, 6))
+    matrix = route_parameter(entry, RoutingRules(), SPLITS).matrix
+    assert entry.shard == ParamShard(gtp_rank=1, gtp_size=2, gtp_padding=3)
+    assert (matrix.shape, matrix.local_shape) == ((5, 6), (4, 6))
+    assert (matrix.gtp_size, matrix.gtp_rows) == (2, 4)
+    assert matrix.blocks == whole(5)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_part_is_cut_as_megatron_cuts_it(rank) -> None:
+    weight = torch.arange(60.0).view(10, 6)
+    shard = ParamShard(0, 1, 2, gtp_rank=rank, gtp_size=2, gtp_padding=3)
+    filled = torch.cat([weight[5:], torch.zeros(3, 6)])
+    assert torch.equal(shard.cut(weight), filled[4 * rank : 4 * rank + 4])
+    assert shard.logical_shape((4, 6)) == (10, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (_part("mlp.experts.linear_fc1.weight", 2, 4, 6),
+         r"--expert-tensor-parallel-num-weight-shards cuts once more, is of shape \(2, 4, 6\)"),
+        (_part("mlp.linear.bias", 4), "--tensor-parallel-num-weight-shards .* of shape"),
+        (_part("mlp.linear.weight", 4, 6, tp=True),
+         "whose rows --tensor-parallel-num-weight-shards .* copied on 2 tensor-parallel ranks"),
+    ],
+)  # fmt: skip
+def test_parts_that_are_cut_in_another_way_are_refused(model, says) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        list(named_parameters(model))
+
+
+@pytest.fixture
+def mxfp8():
+    """Megatron takes the stand-in for a weight of Transformer Engine's."""
+    uninstall()
+    install(device="cpu")
+    yield
+    uninstall()
+
+
+def test_a_part_in_fp8_is_refused(mxfp8) -> None:
+    model = _part("mlp.linear.weight", 32, 32)
+    kept = vars(model.mlp.linear.weight)
+    quantized = CpuMXFP8Quantizer()(torch.ones(32, 32, dtype=torch.bfloat16))
+    model.mlp.linear.weight = torch.nn.Parameter(quantized)
+    vars(model.mlp.linear.weight).update(kept)
+    with pytest.raises(
+        UnsupportedError, match=r"mlp\.linear\.weight.* kept in FP8: drop --fp8-par"
+    ):
+        list(named_parameters(model))
 
 
 # Cutting and routing.

@@ -664,6 +664,14 @@ STATES = {
 }
 
 
+def test_parts_of_rows_that_are_cut_again_are_refused():
+    (weight,) = params((6, 4))
+    weight.is_gtp_weight_remat = True
+    with pytest.raises(ConfigurationError, match=r"shape \(6, 4\) .* --tensor-parallel-num-weight"):
+        Muon([{"params": [weight], "use_muon": True}])
+    Muon([{"params": [weight]}])
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_that_does_not_fit_is_refused(name):
     """And nothing of it is loaded."""

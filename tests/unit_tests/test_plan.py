@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import pytest
@@ -119,7 +119,10 @@ def cut_at(middle):
     return (Piece(0, ParamRange(0, middle)), Piece(1, ParamRange(middle, 48)))
 
 
-GRIDS_OF_ALL = {Grid(ep, etp): GridSize(2, 2) for ep in (False, True) for etp in (False, True)}
+GRIDS_OF_ALL = {
+    Grid(ep, etp, gtp): GridSize(2, 4 if gtp else 2)
+    for ep, etp, gtp in product((False, True), repeat=3)
+}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,8 @@ GRIDS_OF_ALL = {Grid(ep, etp): GridSize(2, 2) for ep in (False, True) for etp in
                 {"tp_dim": 1},
                 {"tp_dim": None},
                 {"tp_stride": 2},
+                {"gtp_size": 2, "gtp_rows": 3},
+                {"gtp_size": 2, "gtp_rows": 4},
                 {"expert_tp": True},
                 {"expert_parallel": True},
                 {"blocks": interleaved({"q": 2, "k": 1, "v": 1}, 12, "w")},

@@ -67,27 +67,51 @@ class Case:
     def items(self):
         """Every matrix with its index, place of home and whether it is cut."""
         for i, planned in enumerate(self.plan):
-            yield i, planned, planned.matrix.tp_dim is not None
+            yield i, planned, is_cut(planned.matrix)
+
+
+def is_cut(matrix):
+    return matrix.tp_dim is not None or matrix.gtp_size > 1
+
+
+def num_held(matrix, tp):
+    """Elements of a matrix that a rank of the row has, without those that fill it up."""
+    rows, columns = matrix.local_shape
+    if matrix.gtp_size > 1:
+        rows = len(range(matrix.shape[0])[tp * rows : (tp + 1) * rows])
+    return rows * columns
+
+
+def elements_of(planned, piece, tp):
+    """Those of a piece, in the shard of a rank of the row."""
+    if piece is None:
+        return range(0)
+    return range(num_held(planned.matrix, tp))[piece.range.start : piece.range.end]
 
 
 def plan_of(owned, dp, tp):
-    return make_plan(owned, {Grid(): GridSize(dp, tp)}, 5).matrices
+    return make_plan(owned, {Grid(gtp=gtp): GridSize(dp, tp) for gtp in (False, True)}, 5).matrices
 
 
 @st.composite
 def cases(draw):
-    """Matrices of owners and others cut by the slices of a bucket, with and without tensor cut."""
+    """Matrices of owners and others cut by the slices of a bucket, with and without tensor cut.
+
+    The rows of some are cut so that the last ranks have fewer, or none, and are filled up.
+    """
     dp, tp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     owned, cursor = [], 0
     shapes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), max_size=9))
     is_flat = [draw(st.booleans()) for _ in shapes]
-    matrices = [
-        LogicalMatrix(
-            f"m{i}", (rows * tp, columns), whole(rows * tp),
-            tp_dim=draw(st.sampled_from([0, None])), tp_size=tp,
-        )
-        for i, (rows, columns) in enumerate(shapes)
-    ]  # fmt: skip
+    matrices = []
+    for i, (rows, columns) in enumerate(shapes):
+        cut = draw(st.sampled_from(["tensor", "rows", None]))
+        if cut == "rows":
+            how = {"gtp_size": tp, "gtp_rows": -(-rows // tp) + draw(st.integers(0, 3))}
+        else:
+            rows *= tp
+            how = {"tp_dim": 0 if cut else None, "tp_size": tp}
+        matrices.append(LogicalMatrix(f"m{i}", (rows, columns), whole(rows), **how))
     numel = sum(m.local_numel for m, flat in zip(matrices, is_flat, strict=True) if flat)
     bucket = (0, -(-(numel + draw(st.integers(0, 20))) // dp) * dp or dp)
     for matrix, flat in zip(matrices, is_flat, strict=True):
@@ -146,7 +170,9 @@ def test_a_rank_has_its_own_transfers_alone_and_receives_what_others_send(spread
         for group, first in zip(schedule, schedules[0, 0], strict=True):
             assert group.indices == first.indices
             assert group.held == tuple(
-                i for i in group.indices if case.plan[i].owned.piece_of(place[0]) is not None
+                i
+                for i in group.indices
+                if elements_of(case.plan[i], case.plan[i].owned.piece_of(place[0]), place[1])
             )
             assert group.in_row == tuple(
                 i for i in group.indices if case.plan[i].home.dp == place[0]
@@ -224,10 +250,9 @@ def carry_out(case, spread):
             for i in groups[place].indices:
                 planned = case.plan[i]
                 piece = planned.owned.piece_of(place[0])
-                shard = place[1] if planned.matrix.tp_dim is not None else 0
-                if piece is not None:
-                    for element in range(piece.range.start, piece.range.end):
-                        grids.held[place][i, shard, element] = (i, shard, element)
+                shard = place[1] if is_cut(planned.matrix) else 0
+                for element in elements_of(planned, piece, place[1]):
+                    grids.held[place][i, shard, element] = (i, shard, element)
         carry(case, grids.held, groups, "to_row")
         carry(case, grids.held, groups, "to_home")
         work(case, spread, groups[0, 0].indices, grids)
@@ -242,24 +267,24 @@ def work(case, spread, indices, grids):
     """Who works on a matrix must have all of it; it makes the update of what it works on."""
     for i in indices:
         planned = case.plan[i]
-        is_cut = planned.matrix.tp_dim is not None
         for tp in range(case.tp) if spread.everywhere else [planned.home.tp]:
             place = planned.home.dp, tp
-            shards = (range(case.tp) if spread.whole else [tp]) if is_cut else [0]
-            for shard, element in product(shards, range(planned.matrix.local_numel)):
-                key = i, shard, element
-                assert grids.held[place][key] == key
-                grids.updates[place][key] = "update", key
+            shards = (range(case.tp) if spread.whole else [tp]) if is_cut(planned.matrix) else [0]
+            for shard in shards:
+                for element in range(num_held(planned.matrix, shard)):
+                    key = i, shard, element
+                    assert grids.held[place][key] == key
+                    grids.updates[place][key] = "update", key
 
 
 def assert_complete(case, after):
     """Every rank has the update of every element of its pieces."""
-    for (dp, tp), (i, planned, is_cut) in product(
+    for (dp, tp), (i, planned, cut) in product(
         product(range(case.dp), range(case.tp)), case.items()
     ):
         piece = planned.owned.piece_of(dp)
-        for element in range(piece.range.start, piece.range.end) if piece else []:
-            key = i, tp if is_cut else 0, element
+        for element in elements_of(planned, piece, tp):
+            key = i, tp if cut else 0, element
             assert after[dp, tp][key] == ("update", key)
 
 
@@ -366,10 +391,11 @@ def loads_of(case, spread, group):
         home, matrix = planned.home, planned.matrix
         for tp in range(case.tp) if spread.everywhere else [home.tp]:
             loads["held", home.dp, tp][i] = matrix.numel if spread.whole else matrix.local_numel
-        for piece in planned.owned.pieces:
+        for piece, tp in product(planned.owned.pieces, range(case.tp)):
             if piece.rank != home.dp:
-                loads["row", home.dp][i] += piece.range.numel
-                loads["row", piece.rank][i] += piece.range.numel
+                moved = len(elements_of(planned, piece, tp))
+                loads["row", home.dp, tp][i] += moved
+                loads["row", piece.rank, tp][i] += moved
     alone = replace(case, plan=tuple(case.plan[i] for i in group), budget=PLENTY)
     for place, schedule in alone.schedules(spread).items():
         for hop in ("to_home", "from_home"):

@@ -15,8 +15,10 @@ from megatron_muon.testing.law.case import Case, is_expert
 from megatron_muon.testing.law.model import (
     SEQUENCE,
     Replica,
+    blocks,
     counted_tokens,
     gradients,
+    is_cut_again,
     micro_batch,
     samples,
     shard,
@@ -28,11 +30,13 @@ def this_replica() -> Replica:
     """Return which copies of the parameters this rank has."""
     from megatron.core import parallel_state as state
 
+    # Ranks that cut rows once more are given the same gradient here; in training theirs differ, and
+    # are averaged before those that the optimizer sees.
     return Replica(
-        state.get_data_parallel_rank(),
-        state.get_data_parallel_world_size(),
-        state.get_expert_data_parallel_rank(),
-        state.get_expert_data_parallel_world_size(),
+        state.get_data_parallel_rank(with_gtp_remat=False),
+        state.get_data_parallel_world_size(with_gtp_remat=False),
+        state.get_expert_data_parallel_rank(with_gtp_remat=False),
+        state.get_expert_data_parallel_world_size(with_gtp_remat=False),
     )
 
 
@@ -51,22 +55,42 @@ def inject(case: Case, chunks: Sequence[Any], step: int) -> None:
     of_experts = replica.size / replica.expert_size
     tp_rank = state.get_tensor_model_parallel_rank()
     expert_tp_rank = state.get_expert_tensor_parallel_rank()
+    dense_gtp_rank = state.get_gtp_weight_remat_rank()
+    expert_gtp_rank = state.get_expert_gtp_weight_remat_rank()
     for index in range(case.micro_batches):
         is_last = index == case.micro_batches - 1
         for chunk in reversed(chunks):
-            trained, grads = [], []
+            trained, grads, cut = [], [], []
             for name, param in parameters([chunk]):
                 if param.requires_grad:
                     part = micro_batch(wholes[name], index, case.micro_batches)
                     rank = expert_tp_rank if is_expert(name) else tp_rank
                     scale = of_experts if is_expert(name) else 1.0
+                    gtp_rank = expert_gtp_rank if is_expert(name) else dense_gtp_rank
+                    is_poisoned = case.gtp_poisoned and name in blocks(case)
+                    local = shard(case, name, part, rank, gtp_rank, float(is_poisoned))
+                    grad = (scale * loss_scale * local).to(param.dtype)
+                    if is_cut_again(case, name):
+                        cut.append((param, grad))
+                        continue
                     trained.append(param.view_as(param))
-                    grad = scale * loss_scale * shard(case, name, part, rank)
-                    grads.append(grad.to(param.dtype))
+                    grads.append(grad)
             with contextlib.nullcontext() if is_last else chunk.no_sync():
                 torch.autograd.backward(trained, grads)
+                _add_parts(cut)
     for chunk in chunks:
         chunk.finish_grad_sync()
+
+
+def _add_parts(cut: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Add gradients of parts of weights as Megatron does, past autograd.
+
+    As 0.19.2, tensor_parallel/generalized_tensor_parallelism.py:1502.
+    """
+    for param, grad in cut:
+        param.main_grad.add_(grad)
+    for param, _ in cut:
+        param._handle_megatron_grad_accum(param)
 
 
 def forward(chunk: Any) -> None:

@@ -21,6 +21,7 @@ from megatron_muon.testing.law.model import (
     SEQUENCE,
     VOCAB,
     initial,
+    is_cut_again,
     logical_shapes,
     shard,
 )
@@ -28,8 +29,9 @@ from megatron_muon.testing.law.model import (
 
 @contextlib.contextmanager
 def parallel_state(
-    tp: int, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None
-) -> Iterator[None]:
+    tp: int, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None,
+    gtp: int = 1, egtp: int = 1,
+) -> Iterator[None]:  # fmt: skip
     """Make Megatron's process groups, and end them: each holds threads for as long as it lives."""
     from megatron.core import parallel_state, tensor_parallel
 
@@ -39,6 +41,8 @@ def parallel_state(
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        gtp_remat_size=gtp,
+        expert_gtp_remat_size=egtp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     try:
@@ -96,8 +100,10 @@ def transformer_config(case: Case) -> Any:
 def build_model(case: Case) -> list[torch.nn.Module]:
     """Build this rank's stages of the model, with the initial weights, not wrapped in DDP."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.generalized_tensor_parallelism import update_gtp_config
     from megatron.core.transformer.module import Float16Module
 
+    update_gtp_config(pad_for_alignment=case.gtp_alignment)
     config = transformer_config(case)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     num_stages = case.pp * (case.vpp or 1)
@@ -112,10 +118,18 @@ def build_model(case: Case) -> list[torch.nn.Module]:
         chunks.append(Float16Module(config, chunk) if case.bf16 or case.fp16 else chunk)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    dense_gtp_rank = parallel_state.get_gtp_weight_remat_rank()
+    expert_gtp_rank = parallel_state.get_expert_gtp_weight_remat_rank()
     shapes = logical_shapes(case)
     for name, param in parameters(chunks):
         rank = expert_tp_rank if is_expert(name) else tp_rank
-        param.data.copy_(shard(case, name, initial(name, shapes[name]), rank))
+        whole = initial(name, shapes[name])
+        gtp_rank = expert_gtp_rank if is_expert(name) else dense_gtp_rank
+        param.data.copy_(shard(case, name, whole, rank, gtp_rank))
+        if is_cut_again(case, name) and is_expert(name):
+            # 0.19.2 loses it on the way to the part, and only its layers of Transformer Engine say
+            # it anew (extensions/transformer_engine.py:110).
+            param.allreduce = case.ep == 1  # type: ignore[attr-defined]
         param.requires_grad_(case.trains(name))
     return chunks
 

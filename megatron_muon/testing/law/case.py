@@ -19,6 +19,10 @@ class Case:
         vpp: Virtual pipeline stages of a rank.
         ep: Expert-parallel size.
         etp: Tensor-parallel size of experts, ``None`` for ``tp``.
+        gtp: Ranks over which generalized tensor parallelism cuts the rows of each weight's shard.
+        egtp: The same of weights of experts.
+        gtp_alignment: Rows of which each of these parts has a multiple.
+        gtp_poisoned: Whether the rows of zeros that fill up parts of matrices have gradients.
         layers: Transformer layers.
         groups: Query groups, of 8 heads.
         gated: Whether the MLP is a gated unit.
@@ -68,6 +72,10 @@ class Case:
     vpp: int | None = None
     ep: int = 1
     etp: int | None = None
+    gtp: int = 1
+    egtp: int = 1
+    gtp_alignment: int = 16
+    gtp_poisoned: bool = False
     layers: int = 2
     groups: int = 2
     gated: bool = True
@@ -122,9 +130,9 @@ class Case:
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
     @property
-    def grid(self) -> tuple[int, int, int | None, int, int]:
+    def grid(self) -> tuple[int, int, int | None, int, int, int, int]:
         """Sizes from which Megatron's process groups are made."""
-        return self.tp, self.pp, self.vpp, self.ep, self.expert_tp
+        return self.tp, self.pp, self.vpp, self.ep, self.expert_tp, self.gtp, self.egtp
 
     @property
     def expert_tp(self) -> int:
@@ -134,6 +142,10 @@ class Case:
     def tp_of(self, name: str) -> int:
         """Return the ranks that cut a parameter, if it is one that is cut."""
         return self.expert_tp if is_expert(name) else self.tp
+
+    def gtp_of(self, name: str) -> int:
+        """Return the ranks that cut the rows of a weight's shard, if it is one that is cut."""
+        return self.egtp if is_expert(name) else self.gtp
 
     def trains(self, name: str) -> bool:
         """Whether a parameter is trained."""
@@ -215,6 +227,8 @@ class Outcome:
         dp_rank: Data-parallel rank.
         expert_dp_rank: Data-parallel rank of its experts.
         pp_rank: Pipeline stage.
+        gtp_rank: Rank among those that cut rows once more.
+        expert_gtp_rank: Rank among those that cut rows of experts once more.
         masters: Flat pieces of this rank's shards, with where each starts in the shard.
         weights: The model's own weights.
         grad_norms: Norm of the gradients in each step, as Megatron says.
@@ -239,6 +253,8 @@ class Outcome:
     dp_rank: int
     expert_dp_rank: int
     pp_rank: int
+    gtp_rank: int
+    expert_gtp_rank: int
     masters: dict[str, list[tuple[int, torch.Tensor]]]
     weights: dict[str, torch.Tensor]
     grad_norms: list[float]
@@ -260,3 +276,7 @@ class Outcome:
     def tp_rank_of(self, name: str) -> int:
         """Return this rank among those that cut a parameter."""
         return self.expert_tp_rank if is_expert(name) else self.tp_rank
+
+    def gtp_rank_of(self, name: str) -> int:
+        """Return this rank among those that cut the rows of a weight's shard."""
+        return self.expert_gtp_rank if is_expert(name) else self.gtp_rank

@@ -28,7 +28,7 @@ from megatron_muon.testing.law.build import (
 )
 from megatron_muon.testing.law.case import BufferFacts, Case, Outcome, Place
 from megatron_muon.testing.law.counting import StepSpy
-from megatron_muon.testing.law.mutants import MUTANTS, SCALE_MUTANTS
+from megatron_muon.testing.law.mutants import GTP_MUTANTS, MUTANTS, SCALE_MUTANTS
 from megatron_muon.testing.law.writes import WriteSpy
 
 
@@ -44,7 +44,7 @@ def run_cases(cases: Sequence[Case]) -> list[Outcome]:
     for grid in dict.fromkeys(case.grid for case in cases):
         with parallel_state(*grid):
             for case in dict.fromkeys(case for case in cases if case.grid == grid):
-                with {**MUTANTS, **SCALE_MUTANTS}[case.mutant]():
+                with {**MUTANTS, **SCALE_MUTANTS, **GTP_MUTANTS}[case.mutant]():
                     outcomes[case] = train(case)
     return [outcomes[case] for case in cases]
 
@@ -143,6 +143,8 @@ class _Run:
             dp_rank=replica.rank,
             expert_dp_rank=replica.expert_rank,
             pp_rank=state.get_pipeline_model_parallel_rank(),
+            gtp_rank=state.get_gtp_weight_remat_rank(),
+            expert_gtp_rank=state.get_expert_gtp_weight_remat_rank(),
             masters=held,
             weights={name: param.detach().clone() for name, param in parameters(chunks)},
             grad_norms=self.norms,
@@ -172,7 +174,7 @@ class _Run:
                 home=(planned.home.dp, planned.home.tp),
                 pieces=tuple((p.rank, p.range.numel) for p in planned.owned.pieces),
                 numel=planned.matrix.numel,
-                is_cut=planned.matrix.tp_dim is not None and planned.matrix.tp_size > 1,
+                is_cut=planned.matrix.is_cut and planned.matrix.row_size > 1,
             )
             for muon in self.muons
             for engine in muon.engines

@@ -110,8 +110,35 @@ def _qkv_parts(case: Case) -> list[list[int]]:
     return parts
 
 
-def shard(case: Case, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """Cut a whole parameter for one rank of those that cut it."""
+def is_cut_again(case: Case, name: str) -> bool:
+    """Whether generalized tensor parallelism cuts the rows of a parameter's shards once more."""
+    return case.gtp_of(name) > 1 and is_cut(name) and name.endswith("weight")
+
+
+def shard(
+    case: Case, name: str, whole: torch.Tensor, rank: int, gtp_rank: int = 0, fill: float = 0.0
+) -> torch.Tensor:
+    """Cut a whole parameter for one rank of those that cut it.
+
+    Args:
+        case: The run.
+        name: The parameter.
+        whole: Its values.
+        rank: Rank among those that cut it.
+        gtp_rank: Rank among those that cut the rows of what that rank has once more.
+        fill: What the rows below the last one have.
+    """
+    part = _tp_shard(case, name, whole, rank)
+    if not is_cut_again(case, name):
+        return part
+    size = case.gtp_of(name)
+    num_filled = -len(part) % (size * case.gtp_alignment)
+    filled = torch.cat([part, torch.full_like(part[:1], fill).repeat(num_filled, 1)])
+    rows = len(filled) // size
+    return filled[gtp_rank * rows : (gtp_rank + 1) * rows]
+
+
+def _tp_shard(case: Case, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
     size = case.tp_of(name)
     if "linear_fc1" in name and case.gated:
         gate, up = whole[:FFN], whole[FFN:]

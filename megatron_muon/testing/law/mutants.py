@@ -476,6 +476,32 @@ SCALE_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManage
 """What breaks the step where loss scale, clip or precision matter, by the name of the fault."""
 
 
+# Generalized tensor parallelism.
+
+
+def _with_filled_rows(logical_shape: _Function) -> _Function:
+    return lambda shard, local_shape: logical_shape(replace(shard, gtp_padding=0), local_shape)
+
+
+def _from_the_last(first_row: _Function) -> _Function:
+    def of_another(matrix: Any, rank: int) -> int:
+        row: int = first_row(matrix, matrix.row_size - 1 - rank)
+        return row
+
+    return of_another
+
+
+GTP_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "rows of zeros are rows of the matrix": lambda: _patched(
+        "megatron_muon.integration.names:ParamShard.logical_shape", _with_filled_rows
+    ),
+    "parts in wrong order": lambda: _patched(
+        "megatron_muon.bookkeeping.matrix:LogicalMatrix._first_row", _from_the_last
+    ),
+}
+"""What breaks the step where rows are cut over ranks of their own, by the name of the fault."""
+
+
 # Quantized weights.
 
 

@@ -14,6 +14,7 @@ from megatron_muon.testing.law.model import (
     blocks,
     gradients,
     initial,
+    is_cut_again,
     logical_shapes,
     shard,
     unshard,
@@ -29,7 +30,8 @@ def reference(case: Case) -> Oracle:
     """Run the oracle through the same steps, in fp64, on the mean of the given gradients."""
     return _reference(
         replace(
-            case, tp=1, pp=1, vpp=None, ep=1, etp=None, bf16=False, fp16=False, loss_scales=(),
+            case, tp=1, pp=1, vpp=None, ep=1, etp=None, gtp=1, egtp=1,
+            gtp_alignment=16, gtp_poisoned=False, bf16=False, fp16=False, loss_scales=(),
             wrap="", tp_mode="", precision="", layout="", budget_nbytes=0, exchange_dtype=None,
             overlap_grad=False, overlap_param=False, grads_in_fp32=True, bucket_size=None,
             micro_batches=1, permuted=False, counted=False, watched=False, mutant=None, report=None,
@@ -84,22 +86,31 @@ def whole_masters(case: Case, outcomes: Sequence[Outcome]) -> dict[str, torch.Te
 def _assemble(case: Case, outcomes: Sequence[Outcome]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the whole masters, and what is wrong with the pieces they are made of."""
     shapes = {name: s for name, s in logical_shapes(case).items() if case.trains(name)}
-    shards = {
-        name: [torch.full_like(shard(case, name, torch.empty(shape), 0), torch.nan)
+    parts = {
+        name: [[torch.full_like(shard(case, name, torch.empty(shape), 0), torch.nan)
+                for _ in range(case.gtp_of(name) if is_cut_again(case, name) else 1)]
                for _ in range(case.tp_of(name))]
         for name, shape in shapes.items()
     }  # fmt: skip
     wrong = []
     for outcome in outcomes:
         for name, pieces in outcome.masters.items():
+            gtp_rank = outcome.gtp_rank_of(name) if is_cut_again(case, name) else 0
             for start, piece in pieces:
-                whole = shards[name][outcome.tp_rank_of(name)].view(-1)
+                whole = parts[name][outcome.tp_rank_of(name)][gtp_rank].view(-1)
                 here = whole[start : start + piece.numel()]
                 held = ~here.isnan()
                 if not torch.equal(here[held], piece[held]):
                     wrong.append(f"copies of {name} differ")
                 here.copy_(piece)
-    wholes = {name: unshard(case, name, parts) for name, parts in shards.items()}
+    shards: dict[str, list[torch.Tensor]] = {}
+    for name, shape in shapes.items():
+        num_rows = len(shard(replace(case, gtp=1, egtp=1), name, torch.empty(shape), 0))
+        filled = [torch.cat(of_rank) for of_rank in parts[name]]
+        shards[name] = [rows[:num_rows] for rows in filled]
+        if any(rows[num_rows:].count_nonzero() for rows in filled):
+            wrong.append(f"rows that fill {name} up are not zero")
+    wholes = {name: unshard(case, name, of_ranks) for name, of_ranks in shards.items()}
     for name, weight in wholes.items():
         if weight.isnan().any():
             wrong.append(f"nobody holds all of {name}")
@@ -144,7 +155,7 @@ def stale_weights(
     for rank, outcome in enumerate(outcomes):
         for name, weight in outcome.weights.items():
             master = masters[name] if name in masters else initial(name, shapes[name])
-            local = shard(case, name, master, outcome.tp_rank_of(name))
+            local = shard(case, name, master, outcome.tp_rank_of(name), outcome.gtp_rank_of(name))
             if not torch.equal(weight, local.to(weight.dtype)):
                 found.append(f"weight of {name} on rank {rank} is not its master's")
     return found
