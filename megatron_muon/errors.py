@@ -28,3 +28,7 @@ class HostError(MuonError, ImportError):
 
 class NonFiniteGradientError(MuonError, ArithmeticError):
     """Gradients with inf or NaN in more steps in a row than the user allows."""
+
+
+class CheckpointError(MuonError, RuntimeError):
+    """A checkpoint is torn, incomplete or of another model, or could not be written."""

@@ -8,9 +8,10 @@ without a device (memory counters, ``empty_cache``) has no row, and of torch not
 device, and a tensor made on the CPU takes the very path it took before.
 
 The stand-ins are in modules beside this one: :mod:`~megatron_muon.integration.cpu_streams`,
-:mod:`~megatron_muon.integration.cpu_devices`, :mod:`~megatron_muon.integration.cpu_compile`,
-:mod:`~megatron_muon.integration.cpu_quiet`, :mod:`~megatron_muon.integration.cpu_flags` and
-:mod:`~megatron_muon.integration.cpu_mxfp8`, which stands in for Transformer Engine's MXFP8 weights.
+:mod:`~megatron_muon.integration.cpu_devices`, :mod:`~megatron_muon.integration.cpu_random`,
+:mod:`~megatron_muon.integration.cpu_compile`, :mod:`~megatron_muon.integration.cpu_quiet`,
+:mod:`~megatron_muon.integration.cpu_flags` and :mod:`~megatron_muon.integration.cpu_mxfp8`, which
+stands in for Transformer Engine's MXFP8 weights.
 ``scripts/bench_cpu_standin.py`` measures their share of a training step.
 """
 
@@ -33,6 +34,7 @@ from megatron_muon.integration import cpu_mxfp8
 from megatron_muon.integration.cpu_compile import compile_rows, import_megatron
 from megatron_muon.integration.cpu_flags import supplies_cpu_flags
 from megatron_muon.integration.cpu_quiet import SILENCES
+from megatron_muon.integration.cpu_random import random_state_rows
 from megatron_muon.integration.cpu_streams import CPU, CpuEvent, CpuStream, CpuStreamContext
 from megatron_muon.integration.patching import Patch, Row
 
@@ -76,7 +78,7 @@ def table() -> list[Row]:
     return [
         *_device_rows(),
         *_stream_rows(),
-        *_random_state_rows(),
+        *random_state_rows(),
         *_report_rows(),
         *_device_argument_rows(),
         *_process_group_rows(),
@@ -157,56 +159,6 @@ def _stream_rows() -> list[Patch]:
         _cuda("is_current_stream_capturing", _answers(False), "there are no CUDA graphs",
               "core/transformer/moe/router_trace.py:RouterTracer.make_hook"),
     ]  # fmt: skip
-
-
-def _random_state_rows() -> list[Patch]:
-    why = "the model-parallel random state lives in the CPU generator"
-    tracker = "core/tensor_parallel/random.py:CudaRNGStatesTracker.add"
-    return [
-        _cuda("manual_seed", _value(_seed), why, tracker),
-        _cuda("get_rng_state", _value(_random_state), why, tracker),
-        _cuda("set_rng_state", _value(_set_random_state), why,
-              "training/checkpointing.py:load_checkpoint"),
-        *(Patch(module="megatron.core.tensor_parallel.random", name=name, replace=_value(stand_in),
-                why="goes through private CUDA calls, past torch.cuda",
-                needed_by="core/tensor_parallel/random.py:CudaRNGStatesTracker.fork")
-          for name, stand_in in (("_get_cuda_rng_state", _random_state_of_tracker),
-                                 ("_set_cuda_rng_state", _set_random_state_of_tracker))),
-    ]  # fmt: skip
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _random_state(device: Any = None) -> torch.Tensor:
-    del device
-    return torch.default_generator.get_state()
-
-
-def _set_random_state(new_state: torch.Tensor, device: Any = None) -> None:
-    del device
-    try:
-        torch.default_generator.set_state(new_state)
-    except (RuntimeError, TypeError) as error:
-        raise RuntimeError(
-            f"a random-number state of {new_state.numel()} bytes is not one of the CPU's generator "
-            "(a checkpoint of a run on a GPU holds CUDA's): load it with --no-load-rng."
-        ) from error
-
-
-def _random_state_of_tracker(
-    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
-) -> torch.Tensor:
-    del clone, graph_safe
-    return _random_state(device)
-
-
-def _set_random_state_of_tracker(
-    new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False
-) -> None:
-    del graph_safe
-    _set_random_state(new_state, device)
 
 
 def _report_rows() -> list[Patch]:

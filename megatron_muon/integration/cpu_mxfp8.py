@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -144,12 +145,24 @@ def _recompute_rows() -> list[Patch]:
 
 def _checkpoint_rows() -> list[Patch]:
     """Return the rows that keep MXFP8 out of checkpoints."""
-    return [
+    core = [
         Patch(module="megatron.core.dist_checkpointing", name=name, replace=_takes_values,
               why="a checkpoint holds bf16 values; Megatron makes them of tensors on a GPU only",
               needed_by=f"core/dist_checkpointing/serialization.py:{name}")
         for name in ("save", "load")
     ]  # fmt: skip
+    if find_spec("megatron.training") is None:
+        return core
+    return [
+        *core,
+        Patch(
+            module="megatron.training.checkpointing",
+            name="generate_state_dict",
+            replace=_gives_values,
+            why="torch.load takes no class that it does not know from a torch checkpoint",
+            needed_by="training/checkpointing.py:save_checkpoint",
+        ),
+    ]
 
 
 # --------------------------------------------------------------------------------------------
@@ -278,6 +291,21 @@ def _takes_values(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(sharded_state_dict, *args, **kwargs)
 
     return with_values
+
+
+def _gives_values(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wrap ``generate_state_dict``: plain MXFP8 weights, of the torch format, become values."""
+
+    @functools.wraps(original)
+    def generate_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        state_dict = original(*args, **kwargs)
+        for key in [key for key in state_dict if key.startswith("model")]:
+            for name, weight in state_dict[key].items():
+                if isinstance(weight, CpuMXFP8Tensor):
+                    state_dict[key][name] = weight.dequantize()
+        return state_dict
+
+    return generate_state_dict
 
 
 def _takes_empty_experts(original: Callable[..., bool]) -> Callable[..., bool]:

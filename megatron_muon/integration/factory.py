@@ -96,10 +96,12 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
                 scaler,
                 _device(routes),
                 model_chunks,
+                ranks,
             )
 
         optimizer = raise_together(chained, ranks)
         plan = _bind(optimizer, routes, config, settings, groups, ranks)
+        optimizer.saved.describe(_precision(config), settings, plan)
         watch_params_norm(model_chunks, optimizer)
         muons = [child.optimizer for child in find_muon_children(optimizer)]
         announce(optimizer, list(routes.values()), plan, settings, muons, model_chunks, ranks)
@@ -130,6 +132,10 @@ def _builder(
     if is_laid_out(model_chunks):
         return partial(build_on_layout, kinds=kinds)
     return build_layer_wise
+
+
+def _precision(config: OptimizerConfig) -> str:
+    return "fp16" if config.fp16 else "bf16" if config.bf16 else "fp32"
 
 
 def _device(routes: Routes) -> torch.device:

@@ -183,7 +183,10 @@ def _titled_tables(wanted: Installation) -> dict[str, PatchSet]:
         # First, since it also decides how Megatron is imported.
         from megatron_muon.integration import cpu
 
-        tables["CPU stand-in"] = PatchSet(cpu.table())
+        rows = cpu.table()
+        from megatron_muon.integration.saving import writer_row
+
+        tables["CPU stand-in"] = PatchSet([*rows, writer_row()])
     if wanted.optimizer:
         from megatron_muon.integration import seams
 

@@ -120,22 +120,6 @@ def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
     found = problem(storage_of_arguments(args))
     if found is not None:
         yield found
-    for flag, folder in (("--save", args.save), ("--load", args.load)):
-        if args.muon_layout == "flat" and folder:
-            yield (
-                f"{flag} does not work with --muon-layout flat yet: use --muon-layout owner, or "
-                f"drop {flag}."
-            )
-    if (
-        (args.save or args.load)
-        and args.ckpt_format == "torch"
-        and args.use_distributed_optimizer
-        and args.use_layer_wise_param_layout
-    ):
-        yield (
-            "--ckpt-format torch does not work with --optimizer muon and a parameter layout: use "
-            "--ckpt-format torch_dist, or add --no-use-layer-wise-param-layout."
-        )
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 are both given: drop one of the two."
     if args.use_precision_aware_optimizer:
@@ -187,6 +171,12 @@ def _weight_shard_problems(args: argparse.Namespace) -> Iterator[str]:
                 f"--fp8-param-gather does not work with {flag} {shards} and --optimizer muon: drop "
                 "one of them."
             )
+        for given, folder in (("--save", args.save), ("--load", args.load)):
+            if folder:
+                yield (
+                    f"{given} does not work with {flag} {shards} and --optimizer muon yet: drop "
+                    "one of them."
+                )
 
 
 def _take_later_layout(args: argparse.Namespace) -> None:

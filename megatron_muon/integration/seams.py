@@ -26,6 +26,8 @@ _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
 _TRAINING = "megatron.training.training"
 _ARGUMENTS = "megatron.training.arguments"
 _BUILDERS = "megatron.training.models.dist_utils"
+_CHECKPOINTS = "megatron.training.checkpointing"
+_DIST_CHECKPOINTS = "megatron.core.dist_checkpointing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,13 @@ class Reliance:
 
 def table() -> list[Seam]:
     """Return the seams that this installation of Megatron has modules for."""
-    rows = [*_layout_seams(), *_factory_seams(), *_command_line_seams()]
+    rows = [
+        *_layout_seams(),
+        *_factory_seams(),
+        *_command_line_seams(),
+        *_load_seams(),
+        *_save_seams(),
+    ]
     if not _has_training():
         rows = [row for row in rows if not row.module.startswith("megatron.training")]
     return [*rows, *_copies(rows)]
@@ -375,3 +383,142 @@ def _command_line_seams() -> list[Seam]:
             expected=Expected(("self", "path_prefix"), at_least=True),
         ),
     ]
+
+
+def _load_seams() -> list[Seam]:
+    """Return the seams that look at a checkpoint before it is read."""
+    from megatron_muon.integration import checkpointing
+
+    return [
+        *(
+            Seam(
+                module=module,
+                name="load",
+                replace=checkpointing.resolves_requests,
+                why="the optimizer asks for what the checkpoint has; what it has not is one error",
+                needed_by="training/checkpointing.py:_load_global_dist_base_checkpoint",
+                expected=_takes("sharded_state_dict", "checkpoint_dir", "sharded_strategy",
+                                "validate_access_integrity", "strict", "verify_integrity",
+                                "process_group"),
+                copied=True,
+            )
+            for module in (_DIST_CHECKPOINTS, f"{_DIST_CHECKPOINTS}.serialization")
+        ),
+        Seam(
+            module=_CHECKPOINTS,
+            name="_load_base_checkpoint",
+            replace=checkpointing.finds_whole_checkpoint,
+            why="torn folders are taken for empty ones or for another format",
+            needed_by="training/checkpointing.py:load_checkpoint",
+            expected=_takes("load_dir", "args", "rank0", "sharded_state_dict",
+                            "checkpointing_context", "dp_cp_group", "expt_dp_group",
+                            "gpt_compat_layer_maps"),
+        ),
+        Seam(
+            module=_CHECKPOINTS,
+            name="checkpoint_exists",
+            replace=checkpointing.finds_lost_tracker,
+            why="a folder without its tracker file is passed over for --pretrained-checkpoint",
+            needed_by="training/checkpointing.py:load_checkpoint",
+            expected=_takes("checkpoints_path"),
+        ),
+        *(
+            Seam(
+                module=module,
+                name="load_checkpoint",
+                replace=checkpointing.refuses_to_end_well,
+                why="what cannot be loaded ends with exit code 0",
+                needed_by="training/training.py:setup_model_and_optimizer",
+                expected=Expected(("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
+                                  at_least=True),
+                copied=True,
+            )
+            for module in (_CHECKPOINTS, _TRAINING)
+        ),
+    ]  # fmt: skip
+
+
+def _save_seams() -> list[Seam]:
+    """Return the seams that keep the last whole checkpoint until there is another."""
+    from megatron_muon.integration import saving
+
+    strategies = f"{_DIST_CHECKPOINTS}.strategies"
+    return [
+        *(
+            Seam(
+                module=module,
+                name="save_checkpoint",
+                replace=saving.keeps_last_checkpoint,
+                why="a save over a folder that holds a checkpoint destroys it first",
+                needed_by="training/training.py:save_checkpoint_and_time",
+                expected=Expected(("iteration", "model", "non_persistent_ckpt", "release"),
+                                  at_least=True),
+                copied=True,
+            )
+            for module in (_CHECKPOINTS, _TRAINING)
+        ),
+        Seam(
+            module=_CHECKPOINTS,
+            name="get_checkpoint_name",
+            replace=saving.writes_beside,
+            why="names the folder that save_checkpoint writes to",
+            needed_by="training/checkpointing.py:save_checkpoint",
+            expected=Expected(("checkpoints_path", "iteration", "release"), at_least=True),
+        ),
+        Seam(
+            module=_CHECKPOINTS,
+            name="maybe_msc",
+            replace=saving.writes_whole_trackers,
+            why="the tracker file is emptied before it is written",
+            needed_by="training/checkpointing.py:save_checkpoint",
+            expected=_takes(),
+        ),
+        *(
+            Seam(
+                module=module,
+                name="save",
+                replace=saving.saves_whole,
+                why="a failed write is told to all ranks, and an asynchronous one needs copies",
+                needed_by="training/checkpointing.py:save_checkpoint",
+                expected=Expected(("sharded_state_dict", "checkpoint_dir", "async_sharded_save"),
+                                  at_least=True),
+                copied=True,
+            )
+            for module in (_DIST_CHECKPOINTS, f"{_DIST_CHECKPOINTS}.serialization")
+        ),
+        Seam(
+            module=f"{strategies}.filesystem_async",
+            name="FileSystemWriterAsync.finish",
+            replace=saving.keeps_failure_of_index,
+            why="where the first rank cannot write the index, the others wait for it",
+            needed_by="core/dist_checkpointing/strategies/state_dict_saver.py"
+            ":save_state_dict_async_finalize",
+            expected=_takes("self", "metadata", "results"),
+        ),
+        Seam(
+            module=f"{strategies}.filesystem_async",
+            name="get_write_results_queue",
+            replace=saving.answers_in_process,
+            why="a synchronous save starts a process that outlives a rank that is killed",
+            needed_by="core/dist_checkpointing/strategies/filesystem_async.py"
+            ":FileSystemWriterAsync",
+            expected=_takes("mp_mode"),
+        ),
+        Seam(
+            module=f"{_DIST_CHECKPOINTS}.serialization",
+            name="save_config",
+            replace=saving.keeps_failure_of_config,
+            why="where the first rank cannot write metadata.json, the others wait for it",
+            needed_by="core/dist_checkpointing/serialization.py:save",
+            expected=_takes("config", "checkpoint_dir"),
+        ),
+        Seam(
+            module=f"{strategies}.torch",
+            name="MCoreSavePlanner.transform_object",
+            replace=saving.copies_for_async,
+            why="an asynchronous save shares the memory that training goes on to change",
+            needed_by="core/dist_checkpointing/strategies/filesystem_async.py"
+            ":FileSystemWriterAsync",
+            expected=_takes("self", "write_item", "object"),
+        ),
+    ]  # fmt: skip

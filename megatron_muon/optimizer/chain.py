@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_muon.collectives.span import Span
-from megatron_muon.errors import NonFiniteGradientError, UnsupportedError
+from megatron_muon.errors import NonFiniteGradientError
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.grad_scaler import can_fall
 from megatron_muon.optimizer.grad_statistics import (
@@ -43,6 +44,8 @@ from megatron_muon.optimizer.masters import (
 )
 from megatron_muon.optimizer.muon import OwnedMuon
 from megatron_muon.optimizer.param_sync import install_staging
+from megatron_muon.optimizer.state.chain_state import ChainState
+from megatron_muon.optimizer.state.held import init_state
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class MuonChain(ChainedOptimizer):
         grad_scaler: The only loss scaler; ``None`` without a loss scale.
         span: All ranks that step a part of the model.
         num_skipped: Steps skipped because a gradient was not finite.
+        saved: What the children have to keep in a checkpoint.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class MuonChain(ChainedOptimizer):
         grad_scaler: MegatronGradScaler | None,
         device: torch.device,
         model_chunks: Sequence[Any],
+        ranks: dist.ProcessGroup,
     ) -> None:
         """Take charge of the children.
 
@@ -84,6 +89,7 @@ class MuonChain(ChainedOptimizer):
             grad_scaler: The scaler that the children share.
             device: Where the parameters are.
             model_chunks: The model's chunks.
+            ranks: All ranks of the model.
         """
         super().__init__(list(children))
         self.settings, self._groups = settings, groups
@@ -109,6 +115,16 @@ class MuonChain(ChainedOptimizer):
             for leaf in self.leaves
             for param, master in masters_of(leaf).items()
         ]
+        for leaf in self.leaves:
+            init_state(leaf)
+        self.saved = ChainState(
+            self.leaves,
+            {param: name for param, (_, name) in order.items()},
+            grad_scaler,
+            ranks,
+            is_fp32=not (self.config.bf16 or self.config.fp16),
+            is_replicated=self._is_replicated,
+        )
         self._let_the_last_gather()
         forget_initial_values(model_chunks)
         self._wrapped_chunks = [chunk for chunk in model_chunks if hasattr(chunk, "bucket_groups")]
@@ -246,14 +262,46 @@ class MuonChain(ChainedOptimizer):
         total = torch.stack(sums).sum() if sums else 0.0
         return math.sqrt(self.span.sum([total])[0])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank holds, for the same ranks again; tensors are the live ones."""
+        return self.saved.of_rank()
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: MutableMapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[Any, Any]:
+        """Return the state for Megatron's ``torch_dist`` format; collective.
+
+        Args:
+            model_sharded_state_dict: The model's, of all chunks, with the parameters themselves.
+            is_loading: Whether it is to be loaded into, in place, and then given to
+                :meth:`load_state_dict`.
+            metadata: Megatron's description of the checkpoint; when saving it is told that
+                scalar state is fully reshardable, which is the only form here.
+            kwargs: Of Megatron's other optimizers.
+        """
+        del kwargs
+        if is_loading:
+            return self.saved.request(model_sharded_state_dict)
+        return self.saved.sharded(model_sharded_state_dict, metadata)
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the optimizers' states, and make all weights of the loaded masters; collective.
 
         A checkpoint of the model holds what its weights were rounded or quantized to, and weights
         quantized again from that are not those of the masters.
+
+        Args:
+            state_dict: Of :meth:`state_dict`, or what was loaded for :meth:`sharded_state_dict`.
+
+        Raises:
+            CheckpointError: Something is missing or of another model; the same on every rank.
         """
-        super().load_state_dict(state_dict)
-        self._part_steps()
+        self.saved.load(state_dict)
         self._renew_weights()
 
     def _finish_gathers(self) -> None:
@@ -262,17 +310,6 @@ class MuonChain(ChainedOptimizer):
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 if group.param_gather_handle is not None:
                     group.start_param_sync(force_sync=True)
-
-    def _part_steps(self) -> None:
-        """Give each parameter a count of steps of its own.
-
-        Without Transformer Engine and Apex Megatron (0.19.2, distrib_optimizer.py:1024) gives all
-        of a ``DistributedOptimizer`` the same tensor, which each of them then counts up.
-        """
-        for leaf in self.leaves:
-            for state in leaf.optimizer.state.values():
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].clone()
 
     @torch.no_grad()
     def _renew_weights(self) -> None:
@@ -293,27 +330,26 @@ class MuonChain(ChainedOptimizer):
         else:
             first.allgather_params()
 
-    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Load masters and state of byte-sharded optimizers, and make weights of the masters."""
-        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
-        self._renew_weights()
-
     def save_state_dict_to_file(self, filename: str) -> None:
-        """Save as a file of one rank, Megatron's ``torch`` format without a parameter layout."""
-        self._only_layer_wise().save_state_dict_to_file(filename)
+        """Save what this rank holds, for Megatron's ``torch`` format; collective.
 
+        Args:
+            filename: Megatron's, in the iteration's folder, by data-parallel rank.
+        """
+        self.saved.save_file(self._file_of_rank(filename))
+
+    @torch.no_grad()
     def load_state_dict_from_file(self, filename: str) -> None:
         """Load what :meth:`save_state_dict_to_file` wrote, as :meth:`load_state_dict` does."""
-        self._only_layer_wise().load_state_dict_from_file(filename)
+        self.saved.load_file(self._file_of_rank(filename))
         self._renew_weights()
 
-    def _only_layer_wise(self) -> Any:
-        if len(self.chained_optimizers) == 1:
-            return self.chained_optimizers[0]
-        raise UnsupportedError(
-            "--ckpt-format torch does not work with --optimizer muon and a parameter layout: use "
-            "--ckpt-format torch_dist."
-        )
+    def _file_of_rank(self, filename: str) -> Path:
+        """Return a file of this rank's own; context-parallel ranks share Megatron's."""
+        path, group = Path(filename), getattr(self._groups, "cp", None)
+        if group is None or group.size() == 1:
+            return path
+        return path.with_name(f"{path.stem}_{group.rank()}{path.suffix}")
 
     def _measure(self, count_zeros: bool) -> GradStatistics:
         return measure(self.members, self.span, count_zeros)

@@ -28,6 +28,7 @@ from megatron_muon.bookkeeping.plan import (
     held_by,
     make_plan,
 )
+from megatron_muon.checkpoint.convert import from_pull_request
 from megatron_muon.collectives.arena import Arena
 from megatron_muon.errors import ConfigurationError, PlanError
 from megatron_muon.optimizer.account import StepAccount
@@ -328,7 +329,9 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned; in distributed mode collective over both groups.
 
-        Its options win over those of the groups here. The momentum stays fp32 for every dtype.
+        A state dict of Megatron-LM #1428's own ``Muon`` is taken too
+        (:func:`~megatron_muon.checkpoint.convert.from_pull_request`). The options of the state win
+        over those of the groups here. The momentum stays fp32 for every dtype.
 
         Raises:
             ConfigurationError: The state is of other groups, lacks the momentum of a matrix or has
@@ -339,6 +342,7 @@ class Muon(torch.optim.Optimizer):
         momenta: dict[torch.Tensor, torch.Tensor] = {}
         error: Exception | None = None
         try:
+            state_dict = from_pull_request(state_dict)
             momenta = self._check_state(state_dict)
         except Exception as own_error:
             if self._groups is None:

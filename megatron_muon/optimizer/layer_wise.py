@@ -238,29 +238,6 @@ class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):
         """Return the group of gradient statistics: all ranks, also those that own no matrix."""
         return getattr(self.pg_collection, "intra_dist_opt", None)
 
-    def state_dict(self) -> Any:
-        """Return the state of a checkpoint of Megatron's ``torch`` format."""
-        self._check_checkpoints()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load what :meth:`state_dict` returned; 0.19.2 fails on its list of two optimizers."""
-        if isinstance(state_dict, list):
-            state_dict = dict(enumerate(state_dict))
-        super().load_state_dict(state_dict)
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of a checkpoint of Megatron's ``torch_dist`` format."""
-        self._check_checkpoints()
-        return super().sharded_state_dict(*args, **kwargs)
-
-    def _check_checkpoints(self) -> None:
-        """Refuse what would fail half-way: Megatron looks for AdamW's state in the flat layout."""
-        if self.kind == "flat":
-            raise UnsupportedError(
-                "Checkpoints do not work with --muon-layout flat yet: use --muon-layout owner."
-            )
-
     def _should_defer_mxfp8_param_sync(self) -> bool:
         """Never hold back the gather of scalar buckets: theirs is not this optimizer's to start."""
         return False

@@ -6,10 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    optim_state_to_sharding_state,
-)
 from megatron.core.distributed.param_and_grad_buffer import _param_uses_quantized_storage
 from megatron.core.fp8_utils import copy_tensor_to_quantized_param
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -73,8 +69,7 @@ class MasterOptimizer(Float16OptimizerWithFloat16Params):
 class WholeFP32Optimizer(FP32Optimizer):
     """Megatron's wrapper of fp32 parameters, which are their own masters.
 
-    Its gradients and its state have the form of the other wrappers': a layer-wise optimizer finds
-    the state of each of its children under ``optimizer``.
+    Its gradients have the form of the other wrappers'.
     """
 
     def _copy_model_grads_to_main_grads(self) -> None:
@@ -82,35 +77,6 @@ class WholeFP32Optimizer(FP32Optimizer):
             for param in group["params"]:
                 if hasattr(param, "main_grad"):
                     param.grad = param.main_grad
-
-    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Return the state of the torch optimizer, as the other wrappers do."""
-        if is_loading:
-            self.init_state_fn(self.optimizer, self.config)
-        return {"optimizer": super().state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        super().load_state_dict(state_dict["optimizer"])
-
-    def sharded_state_dict(
-        self,
-        model_sharded_state_dict: Any,
-        is_loading: bool = False,
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return the state for Megatron's ``torch_dist`` format."""
-        state_dict = self.state_dict(is_loading)
-        state = state_dict["optimizer"]
-        step = self._extract_common_per_param_step(state)
-        optim_state_to_sharding_state(
-            state,
-            get_param_id_to_sharded_param_map(model_sharded_state_dict, self.get_parameters()),
-            exclude_keys="step",
-        )
-        if step:
-            state["state"]["common_step"] = step
-        return state_dict
 
 
 def wrap_whole(

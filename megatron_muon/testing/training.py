@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,6 +101,7 @@ def train(
     timeout_s: float = 120.0,
     start_method: StartMethod = "forkserver",
     while_waiting: Callable[[], None] | None = None,
+    resumes: bool = False,
 ) -> MetricSeries:
     """Train and return the loss of every step as float32.
 
@@ -110,14 +113,16 @@ def train(
         timeout_s: Seconds after which the ranks are killed.
         start_method: How the ranks are forked.
         while_waiting: Called while the ranks run.
+        resumes: Whether the run goes on from one whose curves are in the folder; they stay.
 
     Raises:
         RankFailedError: A rank failed or time ran out; its log is in ``work_dir / "logs"``.
     """
     curves, logs = work_dir / "tensorboard", work_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in curves.glob("events.*"):
-        stale.unlink()
+    if not resumes:
+        for stale in curves.glob("events.*"):
+            stale.unlink()
     run_ranks(
         _pretrain,
         num_ranks,
@@ -133,17 +138,27 @@ def train(
 
 def train_case(
     name: str, data_prefix: str, work_dir: Path, *, grid: Grid | None = None,
-    mutant: Mutant | None = None, timeout_s: float = 120.0,
+    mutant: Mutant | None = None, timeout_s: float = 120.0, on_resume: Sequence[str] = (),
 ) -> MetricSeries:  # fmt: skip
-    """Train a recorded case; see :func:`train`."""
+    """Train a recorded case; see :func:`train`.
+
+    A case of the type ``ckpt-resume`` is stopped halfway and goes on in new processes from what it
+    saved, with ``on_resume`` added to its flags. Its curve has the steps of both.
+    """
     case = read_case(golden_folder() / name)
-    return train(
-        case_flags(case, data_prefix, work_dir, grid),
-        grid.num_ranks if grid is not None else num_ranks_of(case),
-        work_dir,
-        mutant=mutant,
-        timeout_s=timeout_s,
+    flags = case_flags(case, data_prefix, work_dir, grid)
+    num_ranks = grid.num_ranks if grid is not None else num_ranks_of(case)
+    run = functools.partial(
+        train, num_ranks=num_ranks, work_dir=work_dir, mutant=mutant, timeout_s=timeout_s
     )
+    if case.test_type == "regular":
+        return run(flags)
+    halfway = str(int(flags[flags.index("--train-iters") + 1]) // 2)
+    saved = work_dir / "checkpoints"
+    shutil.rmtree(saved, ignore_errors=True)
+    flags += ["--ckpt-format", "torch_dist", "--save-interval", halfway]
+    run([*flags, "--save", str(saved), "--exit-interval", halfway])
+    return run([*flags, "--load", str(saved), *on_resume], resumes=True)
 
 
 def _pretrain(flags: list[str], mutant: Mutant | None) -> None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from megatron_muon import __version__
 from megatron_muon.errors import HostError, MuonError
 from megatron_muon.integration.messages import EXIT_CODE, fail, say_error
-from megatron_muon.tools import golden
+from megatron_muon.tools import golden, inspect_checkpoint
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     golden.add_arguments(held)
     held.set_defaults(main=golden.main, needs_torch=False)
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a checkpoint holds, or compare two",
+        description="Show what a checkpoint holds, or compare two. It needs no GPU, starts no "
+        "ranks and runs nothing that is in the files.",
+    )
+    inspect_checkpoint.add_arguments(inspect)
+    inspect.set_defaults(main=inspect_checkpoint.main, needs_torch=True)
     return parser
 
 

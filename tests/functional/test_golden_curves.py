@@ -42,9 +42,11 @@ BASES: dict[Precision, str] = {
     "mxfp8": "gpt_mxfp8_tp2_dp2",
 }  # fmt: skip
 PAIRS = [
-    (name, other) for name in CASES for other in (f"{name}_overlap", f"{name}_flat_overlap")
+    (name, other) for name in CASES
+    for other in (f"{name}_overlap", f"{name}_flat_overlap", f"{name}_resume")
     if other in CASES
 ]  # fmt: skip
+RESUMED = "gpt_fp16_tp2_dp2_resume"
 OTHER_GRIDS = (Grid(1, 1), Grid(2, 1), Grid(1, 2), Grid(1, 3))
 RUN_TIMEOUT_S = 240.0
 
@@ -80,7 +82,7 @@ class _Curves(dict[str, MetricSeries]):
 def test_there_are_cases_for_each_precision_and_grid() -> None:
     grids = ("tp1_dp4", "tp2_dp2", "tp4_dp1")
     bf16 = [f"gpt_{grid}{end}" for grid in grids for end in ("", "_overlap")]
-    fp16 = ["gpt_fp16_tp1_dp4", "gpt_fp16_tp2_dp2", "gpt_fp16_tp2_dp2_flat_overlap"]
+    fp16 = ["gpt_fp16_tp1_dp4", "gpt_fp16_tp2_dp2", "gpt_fp16_tp2_dp2_flat_overlap", RESUMED]
     fp32 = [f"gpt_fp32_{grid}" for grid in ("tp1_dp1", "tp1_dp3", "tp2_dp2", "tp4_dp1")]
     assert sorted([*bf16, *fp16, *fp32, "gpt_mxfp8_tp2_dp2"]) == list(CASES)
 
@@ -115,7 +117,7 @@ def test_a_case_follows_its_golden_curve(name: str, curves: dict[str, MetricSeri
     ("name", "other"),
     [pytest.param(*pair, marks=[pytest.mark.full] if pair[1] in FULL else []) for pair in PAIRS],
 )
-def test_overlap_and_layout_change_no_bit(
+def test_overlap_layout_and_a_resume_change_no_bit(
     name: str, other: str, curves: dict[str, MetricSeries]
 ) -> None:
     held = compare(curves[other], curves[name], kind="exact")
@@ -168,6 +170,23 @@ def test_a_broken_run_leaves_the_curve(
     base = BASES[precision]
     curve = train_case(base, data_prefix, tmp_path, mutant=mutant, timeout_s=RUN_TIMEOUT_S)
     held = compare(curve, curves[base], kind="cross-sharding", precision=precision)
+    assert not held.passed, held.message
+
+
+def test_one_case_is_stopped_and_resumed() -> None:
+    resumed = [n for n in CASES if read_case(golden_folder() / n).test_type == "ckpt-resume"]
+    assert resumed == [RESUMED]
+
+
+def test_a_resume_without_the_optimizers_state_leaves_the_curve(
+    data_prefix: str, tmp_path: Path, curves: dict[str, MetricSeries]
+) -> None:
+    base = curves[BASES["fp16"]]
+    curve = train_case(
+        RESUMED, data_prefix, tmp_path, timeout_s=RUN_TIMEOUT_S, on_resume=["--no-load-optim"]
+    )
+    assert curve.values[:25] == base.values[:25]
+    held = compare(curve, base, kind="cross-sharding", precision="fp16")
     assert not held.passed, held.message
 
 

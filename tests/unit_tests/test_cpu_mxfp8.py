@@ -183,3 +183,14 @@ def test_checkpoints_take_values():
     assert torch.equal(entry.data, param.dequantize())
     assert type(entry.data) is torch.Tensor
     assert plain.data.shape == (2,)
+
+
+def test_the_torch_format_holds_values():
+    weight = CpuMXFP8Quantizer()(torch.randn(32, 64).bfloat16())
+    state, plain = {"weight": weight}, {"step": weight}
+    with standing_in():
+        generate = cpu_mxfp8._gives_values(lambda: {"model0": state, "optimizer": plain})
+        made = generate()
+    assert type(made["model0"]["weight"]) is torch.Tensor
+    assert torch.equal(made["model0"]["weight"], weight.dequantize())
+    assert made["optimizer"]["step"] is weight

@@ -198,6 +198,12 @@ def test_weights_in_fp8_are_refused_before_any_work(parse):
         parse(*MUON, *mxfp8, SHARDS, "2")
 
 
+@pytest.mark.parametrize("flag", ["--save", "--load"])
+def test_checkpoints_are_refused_before_any_work(parse, flag):
+    with pytest.raises(ConfigurationError, match=f"{flag} does not work with {SHARDS} 2"):
+        parse(*MUON, flag, "x", SHARDS, "2")
+
+
 def test_as_many_shards_as_tensor_parallelism_makes_are_let_through(parse):
     flags = ["--tensor-model-parallel-size", "2", SHARDS, "2", EXPERT_SHARDS, "2"]
     args = parse(*MUON, *flags, "--muon-tp-mode", "blockwise")

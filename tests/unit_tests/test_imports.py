@@ -14,15 +14,18 @@ MAY_IMPORT = {
     "bookkeeping": set(),
     "orthogonalize": {"bookkeeping"},
     "collectives": {"bookkeeping"},
+    "checkpoint": {"orthogonalize"},
     "offload": {"bookkeeping"},
-    "optimizer": {"orthogonalize", "collectives", "offload", "bookkeeping"},
-    "integration": {"optimizer", "orthogonalize", "collectives", "offload", "bookkeeping"},
+    "optimizer": {"checkpoint", "orthogonalize", "collectives", "offload", "bookkeeping"},
+    "integration": {
+        *("optimizer", "checkpoint", "orthogonalize", "collectives", "offload", "bookkeeping"),
+    },
     # The harness trains with the program that tools holds.
     "testing": {
-        *("integration", "optimizer", "orthogonalize", "collectives", "bookkeeping"),
-        "tools.pretrain_gpt",
+        *("integration", "optimizer", "checkpoint", "orthogonalize", "collectives"),
+        *("bookkeeping", "tools.pretrain_gpt"),
     },
-    "tools": {"testing", "integration", "optimizer", "bookkeeping"},
+    "tools": {"testing", "integration", "optimizer", "checkpoint", "bookkeeping"},
     "__main__": {"tools"},
 }
 """What each part may import of the package; its own part, and `errors`, every part may."""

@@ -303,7 +303,6 @@ def test_only_values_that_print_the_same_everywhere_are_compared():
             ["--lr-decay-style", "constant", "--muon-scalar-min-lr", "0"],
             "--muon-scalar-min-lr has no effect with --lr-decay-style constant",
         ),
-        (["--ckpt-format", "torch", "--save", "x"], "--ckpt-format torch does not work"),
         (["--muon-report", "/tmp"], "--muon-report /tmp is a folder"),
     ],
 )

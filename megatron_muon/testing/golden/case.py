@@ -20,7 +20,7 @@ from megatron_muon.testing.golden.jsonfile import (
 )
 
 type TestType = Literal["regular", "ckpt-resume"]
-"""``regular``: one run. ``ckpt-resume``: the second half is run again from a checkpoint."""
+"""``regular``: one run. ``ckpt-resume``: its second half is run from a checkpoint of the first."""
 
 type FlagValue = bool | int | float | str | tuple[int | float | str, ...]
 """What a flag is given: true stands for the bare flag, false for none."""
@@ -37,7 +37,7 @@ class FunctionalCase:
 
     Attributes:
         env_vars: Environment of the run.
-        test_type: Whether the run is also resumed.
+        test_type: Whether the run is stopped halfway and resumed.
         metrics: Metrics to be held to the golden values.
         model_args: Flags of the training script.
     """

@@ -1,0 +1,1 @@
+"""What is in a checkpoint, how it gets there and back."""

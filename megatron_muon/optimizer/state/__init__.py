@@ -1,0 +1,1 @@
+"""The optimizers' state: what a rank holds of it, and its way into a checkpoint and back."""
