@@ -30,7 +30,7 @@ from tests.unit_tests.reshard_job import (
     run_all,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 LOSS_BOUND = 5e-4
 
@@ -281,7 +281,7 @@ def padded(found: Mapping[str, torch.Tensor], way: Way) -> dict[str, torch.Tenso
 over_pairs = pytest.mark.parametrize(
     "label",
     [
-        *(pytest.param(label, marks=pytest.mark.timeout(300)) for label in PAIRS),
+        *PAIRS,
         *(pytest.param(label, marks=[pytest.mark.full, pytest.mark.timeout(1500)])
           for label in EVERY_PAIR),
     ],
@@ -364,7 +364,6 @@ def test_saved_state_can_tell(trips):
     assert EMBEDDING in within_rows or OUTPUT in within_rows
 
 
-@pytest.mark.timeout(120)
 def test_loss_that_goes_on_without_momentum_is_seen(trips):
     label = "PP2 VPP2 DP2 flat, TP2 owner, tied"
     _, other = PAIRS[label]
@@ -414,7 +413,6 @@ def again(tmp_path_factory):
     return {key: (done[saved[key[0]]], done[run]) for key, run in loads.items()}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("label", SAME)
 def test_weights_are_made_of_masters_alone(again, label):
     """After masters were read into garbage, and once all weights had been made garbage again."""

@@ -148,7 +148,7 @@ def set_step(leaves: Iterable[Any], step: int) -> None:
             for state in counting:
                 # A tensor of its own each, since each is counted up by itself.
                 state[STEP] = torch.full_like(state[STEP], step)
-            if not counting:
+            if group["params"] and not counting:
                 group[STEP] = step
 
 
