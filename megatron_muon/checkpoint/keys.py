@@ -46,6 +46,20 @@ def state_key(state: str, model_key: str) -> str:
     return f"{PREFIX}.{state}.{model_key}"
 
 
+def alone(key: str, outer: tuple[int, ...]) -> str:
+    """Return the name of one parameter's state out of those that the model saves under one key.
+
+    The model puts equal layers, and experts, under one key with axes of their own. Where not all of
+    them have a state (some are frozen, or belong to the other optimizer), each that has it lies
+    under a key of its own.
+
+    Args:
+        key: The common name.
+        outer: The parameter's place on the model's axes.
+    """
+    return f"{key}.at_{'_'.join(map(str, outer))}"
+
+
 def canonical(key: str) -> tuple[str, str] | None:
     """Return ``(state, model key)`` of a saved tensor, ``None`` for what is no optimizer state.
 

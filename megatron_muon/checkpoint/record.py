@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megatron_muon.checkpoint.convert import VERSION, migrate
+from megatron_muon.checkpoint.convert import EMA, VERSION, migrate
 from megatron_muon.checkpoint.keys import STEP
 from megatron_muon.errors import CheckpointError
 
@@ -106,8 +106,24 @@ def record_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """
     for part in parts:
         if RECORD in part["optimizer"]:
-            return migrate(dict(part["optimizer"][RECORD]))
+            return checked(dict(part["optimizer"][RECORD]))
     return None
+
+
+def checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record in the form of this version.
+
+    Raises:
+        CheckpointError: A newer version of this package wrote it, or momentum is none of Megatron's
+            convention.
+    """
+    current = migrate(record)
+    if current.get("momentum_convention", EMA) != EMA:
+        raise CheckpointError(
+            f"The checkpoint's momentum is of the convention {current['momentum_convention']!r}, "
+            f"expected {EMA!r}: convert it with megatron_muon.checkpoint.convert."
+        )
+    return current
 
 
 def step_in(parts: Iterable[Mapping[str, Any]]) -> int | None:
@@ -121,7 +137,8 @@ def step_in(parts: Iterable[Mapping[str, Any]]) -> int | None:
         optimizer = part["optimizer"]
         if "common_step" in optimizer.get("state", {}):
             steps.add(int(optimizer["state"]["common_step"]))
-        steps |= {int(g[STEP]) for g in optimizer.get("param_groups", ()) if g.get(STEP)}
+        groups = optimizer.get("param_groups", ())
+        steps |= {int(group[STEP]) for group in groups if group.get(STEP) is not None}
     if len(steps) > 1:
         raise CheckpointError(
             f"The checkpoint has several counts of steps of the scalar optimizer: {sorted(steps)}."
@@ -152,3 +169,18 @@ def tell_changes(saved: Iterable[Mapping[str, Any]], ours: Iterable[Mapping[str,
                 "The checkpoint was trained with %s %s, this run has %s, which is used.",
                 name, ", ".join(before), ", ".join(now),
             )  # fmt: skip
+
+
+def tell_other_scalar_optimizer(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Warn if other parameters than matrices were trained by another optimizer.
+
+    Args:
+        saved: The checkpoint's record.
+        ours: That of this run.
+    """
+    before, now = (record.get("settings", {}).get("scalar_optimizer") for record in (saved, ours))
+    if before and now and before != now:
+        logger.warning(
+            "The checkpoint was trained with --muon-scalar-optimizer %s, this run has %s, which "
+            "takes over what both have.", before, now,
+        )  # fmt: skip

@@ -626,7 +626,7 @@ def _no_state_at_the_start() -> Any:
 
 def _masters_not_loaded() -> Any:
     """Masters stay what they were."""
-    from megatron_muon.checkpoint import request
+    from megatron_muon.optimizer.state import request
 
     want = request.StateRequest.__init__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 
 from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.checkpoint import record as records
-from megatron_muon.checkpoint.convert import VERSION, migrate
+from megatron_muon.checkpoint.convert import VERSION
 from megatron_muon.checkpoint.keys import MASTER, SHARDED_MASTER, STEP
-from megatron_muon.collectives.agreement import gather_distinct, raise_together
+from megatron_muon.collectives.agreement import gather, gather_distinct, raise_together
 from megatron_muon.errors import CheckpointError
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.state.held import (
@@ -28,13 +30,20 @@ from megatron_muon.optimizer.state.held import (
     step_of,
 )
 from megatron_muon.optimizer.state.request import STATE, StateRequest, Wanted, want
-from megatron_muon.optimizer.state.shards import parts_of, sharded, shards_of_model
+from megatron_muon.optimizer.state.shards import (
+    alone_piece,
+    coverage,
+    incomplete,
+    parts_of,
+    sharded,
+    shards_of_model,
+)
 from megatron_muon.optimizer.state.stock import find_in_buckets
 
-FULLY_RESHARDABLE = "fully_reshardable"
-"""Megatron's name of the form in which scalar state is saved, for its own loader."""
-
 _RANGES, _GROUPS, _SCALER = "ranges", "param_groups", "grad_scaler"
+
+
+logger = logging.getLogger(__name__)
 
 
 class ChainState:
@@ -96,24 +105,29 @@ class ChainState:
         if metadata is not None and "distrib_optim_sharding_type" in metadata:
             metadata["distrib_optim_sharding_type"] = records.FULLY_RESHARDABLE
 
-        def tree() -> dict[str, Any]:
+        def pieces() -> list[tuple[Held, str, list[ShardedTensor]]]:
             shards = shards_of_model(model)
-            return {
-                held.name: {
-                    state: dict(
-                        enumerate(
-                            sharded(held, state, tensor, parts_of(held, shards),
-                                    self._is_replicated)
-                        )
-                    )
-                    for state, tensor in _saved(held)
-                }
+            return [
+                (
+                    held,
+                    state,
+                    list(sharded(held, state, tensor, parts_of(held, shards), self._is_replicated)),
+                )
                 for held in self._held()
-            }  # fmt: skip
+                for state, tensor in _saved(held)
+            ]
 
-        state = raise_together(tree, self._ranks)
+        found = raise_together(pieces, self._ranks)
+        own = coverage((held, piece) for held, _, of_held in found for piece in of_held)
+        apart = incomplete(gather(own, self._ranks))
+        tree: dict[str, Any] = {}
+        for held, state, of_held in found:
+            tree.setdefault(held.name, {})[state] = {
+                place: alone_piece(piece, held) if piece.key in apart else piece
+                for place, piece in enumerate(of_held)
+            }
         # A rank without state has no empty place for it, so that the rest is alike on all ranks.
-        return self._common() | ({STATE: state} if state else {})
+        return self._common() | ({STATE: tree} if tree else {})
 
     def request(self, model: Any) -> StateRequest:
         """Return what to load from the ``torch_dist`` format; collective.
@@ -196,16 +210,18 @@ class ChainState:
 
     def _common(self) -> dict[Any, Any]:
         muon, scalar = self._groups()
-        count = raise_together(lambda: step_of(self._leaves), self._ranks)
-        counts = gather_distinct(count, count, self._ranks)
+        own = raise_together(
+            lambda: (step_of(self._leaves), counts_each(self._leaves)), self._ranks
+        )
+        counts = gather_distinct(own, own, self._ranks)
         plans = gather_distinct(*2 * (self._fingerprint,), self._ranks)
         return records.common(
             muon,
             scalar,
-            next((count for count in counts if count is not None), None),
+            next((count for count, _ in counts if count is not None), None),
             None if self._scaler is None else self._scaler.state_dict(),
             {**self._record, "plan": sorted(plans)},
-            counts_each=counts_each(self._leaves),
+            counts_each=any(each for _, each in counts),
             is_fp32=self._is_fp32,
         )
 
@@ -220,17 +236,17 @@ class ChainState:
             raise CheckpointError(
                 "The checkpoint has no optimizer. Take its weights alone with --no-load-optim."
             )
-        records.record_of(parts)
+        record = records.record_of(parts)
         self._request.finish(state_dict)
         step = records.step_in(parts)
         self._take(self._request.step if step is None else step, records.scaler_in(parts))
         self._request = None
         ours = [group for leaf in self._leaves for group in leaf.optimizer.param_groups]
         saved = [group for part in parts for group in part["optimizer"].get("param_groups", ())]
-        self._tell_changes(saved, ours)
+        self._tell_changes(record, saved, ours)
 
     def _load_of_rank(self, state_dict: Mapping[Any, Any]) -> None:
-        migrate(dict(state_dict[records.RECORD]))
+        record = records.checked(dict(state_dict[records.RECORD]))
         held = self._held()
         for item in held:
             _check_alike(item, state_dict)
@@ -239,7 +255,7 @@ class ChainState:
                 tensor.copy_(state_dict[STATE][item.name][state])
         self._take(state_dict[STEP], state_dict[_SCALER])
         ours = [group for leaf in self._leaves for group in leaf.optimizer.param_groups]
-        self._tell_changes(state_dict[_GROUPS], ours)
+        self._tell_changes(record, state_dict[_GROUPS], ours)
 
     def _take(self, step: int | None, scaler: dict[str, Any] | None) -> None:
         """Take over what is no tensor of a parameter."""
@@ -252,12 +268,22 @@ class ChainState:
             set_step(self._leaves, step)
         if self._scaler is not None and scaler:
             self._scaler.load_state_dict(scaler)
+        elif isinstance(self._scaler, DynamicGradScaler) and self._ranks.rank() == 0:
+            logger.warning(
+                "The checkpoint has no loss scale: it starts at --initial-loss-scale, %g.",
+                float(self._scaler.scale),
+            )
 
     def _tell_changes(
-        self, saved: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]
+        self,
+        record: Mapping[str, Any] | None,
+        saved: Sequence[Mapping[str, Any]],
+        ours: Sequence[Mapping[str, Any]],
     ) -> None:
         if self._ranks.rank() == 0:
             records.tell_changes(saved, ours)
+            if record is not None:
+                records.tell_other_scalar_optimizer(record, self._record)
 
 
 def _saved(held: Held) -> Iterator[tuple[str, torch.Tensor]]:

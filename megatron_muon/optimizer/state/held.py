@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.checkpoint.keys import MASTER, NEVER, SHARDED_MASTER, STEP
+from megatron_muon.checkpoint.keys import EXP_AVG_SQ, MASTER, NEVER, SHARDED_MASTER, STEP
 from megatron_muon.checkpoint.record import identity
 from megatron_muon.errors import CheckpointError
 from megatron_muon.optimizer.masters import is_quantized, masters_of
@@ -72,7 +73,18 @@ def held_by(
                 has_own_master=is_own,
                 master=master.detach(),
             )
-    return [found[param] for param in names if param in found]
+    return _named_apart(found[param] for param in names if param in found)
+
+
+def _named_apart(held: Iterable[Held]) -> list[Held]:
+    """Give each its own name: copies of a shared embedding on one rank have the same."""
+    seen: Counter[str] = Counter()
+    apart = []
+    for item in held:
+        seen[item.name] += 1
+        copy = seen[item.name]
+        apart.append(item if copy == 1 else replace(item, name=f"{item.name} (copy {copy})"))
+    return apart
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -140,15 +152,17 @@ def _steps(leaf: Any) -> Iterable[Any]:
 
 def set_step(leaves: Iterable[Any], step: int) -> None:
     """Set the count of steps of the scalar optimizer."""
-    for leaf in leaves:
-        if isinstance(leaf.optimizer, OwnedMuon):
+    for optimizer in (leaf.optimizer for leaf in leaves):
+        if isinstance(optimizer, OwnedMuon):
             continue
-        for group in leaf.optimizer.param_groups:
-            counting = [s for p in group["params"] if STEP in (s := leaf.optimizer.state[p])]
+        for group in optimizer.param_groups:
+            counting = [s for p in group["params"] if STEP in (s := optimizer.state[p])]
             for state in counting:
                 # A tensor of its own each, since each is counted up by itself.
                 state[STEP] = torch.full_like(state[STEP], step)
-            if group["params"] and not counting:
+            # Transformer Engine's and Apex's AdamW count in groups with parameters; Lion does not
+            # count at all.
+            if not counting and any(EXP_AVG_SQ in optimizer.state[p] for p in group["params"]):
                 group[STEP] = step
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megatron_muon.checkpoint.files import CheckpointIndex, StoredTensor
 from megatron_muon.checkpoint.keys import MASTER, MASTERS, canonical
 from megatron_muon.errors import CheckpointError
 from megatron_muon.optimizer.state.held import Held
-from megatron_muon.optimizer.state.shards import Part, sharded
+from megatron_muon.optimizer.state.shards import Part, alone_piece, sharded
 from megatron_muon.optimizer.state.stock import BucketPlace, InBuckets
 
 STATE = "state"
@@ -127,11 +127,11 @@ class StateRequest(dict[str, Any]):
                 continue
             for place, (target, shard) in enumerate(zip(item.targets, item.shards, strict=True)):
                 model_key = _model_key(shard)
-                key = there.get((_family(item.state), model_key))
+                found = _found(item, shard, there)
                 stored = index.tensors.get(model_key)
-                if key is not None:
-                    shard.key = key
-                    _check_shape(item, shard, index.tensors[key])
+                if found is not None:
+                    _check_shape(item, found, index.tensors[found.key])
+                    self[STATE][item.held.name][item.state][place] = found
                 elif item.state in MASTERS and stored is not None and stored.dtype == torch.float32:
                     shard.key = model_key
                     _check_shape(item, shard, stored)
@@ -150,13 +150,11 @@ class StateRequest(dict[str, Any]):
                 self._read_apart(flat, piece)
                 continue
             for target, shard in zip(item.targets, item.shards, strict=True):
-                key = there.get((MASTER, _model_key(shard)))
-                if key is not None:
-                    shard.key = key
-                    _check_shape(item, shard, index.tensors[key])
-                    # The weight itself is read at the same time, and rounded.
-                    shard.data = torch.empty_like(target)
-                    self._read_apart(target, shard)
+                found = _found(item, shard, there)
+                if found is not None:
+                    _check_shape(item, found, index.tensors[found.key])
+                    found.data = torch.empty_like(found.data)
+                    self._read_apart(target, found)
 
     def _drop(self, item: Wanted) -> None:
         for place in range(len(item.shards)):
@@ -183,6 +181,25 @@ class StateRequest(dict[str, Any]):
             _put(target, found[place])
         for target, shard in self._late:
             _put(target, _view(shard))
+
+
+def _found(
+    item: Wanted, shard: ShardedTensor, there: Mapping[tuple[str, str], str]
+) -> ShardedTensor | None:
+    """Return a piece under the name that the checkpoint has for it, ``None`` if it has none.
+
+    Args:
+        item: What it is a piece of.
+        shard: The piece, by our own name.
+        there: The names in the checkpoint, by state and the model's key.
+    """
+    state, model_key = _family(item.state), _model_key(shard)
+    key = there.get((state, model_key))
+    if key is not None:
+        return replace(shard, key=key)
+    piece = alone_piece(shard, item.held)
+    key = there.get((state, _model_key(piece)))
+    return None if key is None else replace(piece, key=key)
 
 
 def _in_bucket(

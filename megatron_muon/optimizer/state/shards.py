@@ -6,17 +6,23 @@ and loads into the very memory that it steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from megatron_muon.checkpoint.boxes import Box, boxes, intersection, whole
-from megatron_muon.checkpoint.keys import state_key
+from megatron_muon.checkpoint.keys import alone, state_key
 from megatron_muon.errors import CheckpointError
 from megatron_muon.optimizer.state.held import Held
 
@@ -136,6 +142,74 @@ def _off_grid(piece: ShardedTensor) -> ShardedTensor:
         local_shape=(*(1,) * first, *piece.local_shape),
         prepend_axis_num=0,
     )
+
+
+def num_outer_axes(piece: ShardedTensor, held: Held) -> int:
+    """Return how many axes the model puts before a parameter's own, such as that of its layers."""
+    return len(piece.global_shape) - len(held.shape)
+
+
+def alone_piece(piece: ShardedTensor, held: Held) -> ShardedTensor:
+    """Return a piece under a key of its parameter's own, without the model's axes.
+
+    Source: :func:`~megatron_muon.checkpoint.keys.alone`.
+    """
+    outer = num_outer_axes(piece, held)
+    shape = piece.local_shape[outer - piece.prepend_axis_num :]
+    return replace(
+        piece,
+        key=alone(piece.key, piece.global_offset[:outer]),
+        data=piece.data.view(shape),
+        local_shape=shape,
+        global_shape=piece.global_shape[outer:],
+        global_offset=piece.global_offset[outer:],
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a saved tensor a rank writes.
+
+    Attributes:
+        numel: Elements that it writes.
+        of: Elements of the whole.
+        on_grid: Whether its pieces make up a regular grid.
+    """
+
+    numel: int
+    of: int
+    on_grid: bool
+
+
+def coverage(pieces: Iterable[tuple[Held, ShardedTensor]]) -> dict[str, Coverage]:
+    """Return what this rank writes of each tensor that stands for several parameters."""
+    found: dict[str, Coverage] = {}
+    for held, piece in pieces:
+        if num_outer_axes(piece, held):
+            before = found.get(piece.key)
+            numel = piece.data.numel() if is_main_replica(piece.replica_id) else 0
+            found[piece.key] = Coverage(
+                numel=numel + (before.numel if before else 0),
+                of=prod(piece.global_shape),
+                on_grid=piece.has_regular_grid and (before is None or before.on_grid),
+            )
+    return found
+
+
+def incomplete(of_ranks: Sequence[Mapping[str, Coverage]]) -> set[str]:
+    """Return the tensors that the ranks together do not fill, or fill in two forms."""
+    every: dict[str, list[Coverage]] = defaultdict(list)
+    for of_rank in of_ranks:
+        for key, part in of_rank.items():
+            every[key].append(part)
+    return {
+        key
+        for key, parts in every.items()
+        if sum(part.numel for part in parts) != parts[0].of
+        or len({part.on_grid for part in parts}) > 1
+    }
 
 
 def _pieces(held: Held, tensor: torch.Tensor, part: Box) -> Iterator[tuple[Box, torch.Tensor]]:
