@@ -7,8 +7,10 @@ import enum
 import functools
 import logging
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,8 +83,11 @@ def _leave_nan_to_the_optimizer(args: Any) -> None:
 def problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what is wrong with parsed arguments that Megatron would meet later, or never."""
     yield from _size_problems(args)
+    if args.save and args.save_interval is None:
+        yield "--save needs --save-interval N, after how many iterations to save: add it."
     if args.optimizer in MUON_NAMES:
         yield from _muon_problems(args)
+        yield from _checkpoint_problems(args)
     else:
         for flag in (*FLAGS, LATER_FLAG):
             value = getattr(args, _destination(flag), None)
@@ -137,6 +142,21 @@ def _muon_problems(args: argparse.Namespace) -> Iterator[str]:
                 f"--muon-report {args.muon_report}: there is no folder {folder}. Make it, or give "
                 "a file in a folder that exists."
             )
+
+
+def _checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what would come to light at the first save, or not at all."""
+    if args.save and args.async_save and args.ckpt_format == "torch":
+        yield "--async-save does not work with --ckpt-format torch: drop one of the two."
+    for flag, folder in (("--save", args.save), ("--load", args.load)):
+        if folder and Path(folder).is_file():
+            yield f"{flag} {folder} is a file: expected a folder."
+    load = Path(args.load) if args.load else None
+    if load is not None and re.fullmatch(r"iter_\d{7,}", load.name) and load.is_dir():
+        yield (
+            f"--load {load} is one iteration of a checkpoint: give --load {load.parent} "
+            f"--ckpt-step {int(load.name.removeprefix('iter_'))}."
+        )
 
 
 def _scalar_rate_problems(args: argparse.Namespace) -> Iterator[str]:

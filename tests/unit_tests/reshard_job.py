@@ -77,6 +77,8 @@ class Way:
         mxfp8: Whether the linear layers compute in MXFP8.
         mxfp8_gather: Whether their weights are MXFP8 too, with ``--fp8-param-gather``.
         parallel_load: ``--ckpt-fully-parallel-load``.
+        exclude: ``--muon-exclude``.
+        frozen: Layers that are not trained.
     """
 
     model: Model = Model()
@@ -95,6 +97,8 @@ class Way:
     mxfp8: bool = False
     mxfp8_gather: bool = False
     parallel_load: bool = False
+    exclude: tuple[str, ...] = ()
+    frozen: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -528,6 +532,8 @@ def _stages(way: Way) -> list[Any]:
             )
             for i in range(per_rank)
         ]  # fmt: skip
+    for layer in (layer for stage in stages for layer in stage.decoder.layers):
+        layer.requires_grad_(layer.layer_number - 1 not in way.frozen)
     if way.precision == "fp32":
         return stages
     return [Float16Module(config, stage) for stage in stages]
@@ -569,7 +575,7 @@ def _wrapped(way: Way) -> list[Any]:
         optimizer="muon", use_layer_wise_distributed_optimizer=way.layout != "replicated",
         muon_layout=way.layout if is_laid_out else None,
         muon_split_qkv=True, muon_split_gated_fc1=False, muon_split_heads=False,
-        muon_exclude=[], muon_include=[],
+        muon_exclude=list(way.exclude), muon_include=[],
     )  # fmt: skip
     chunks = _stages(way)
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", args):
@@ -601,6 +607,7 @@ def _optimizer(way: Way, chunks: list[Any]) -> Any:
         reuse_grad_buf_for_mxfp8_param_ag=way.mxfp8_gather,
         muon_layout=way.layout if way.layout in ("owner", "flat") else None,
         muon_momentum_dtype=way.momentum_dtype, muon_fp32_matmul_prec="highest",
+        muon_exclude=list(way.exclude),
     )  # fmt: skip
     return get_megatron_optimizer(config, chunks)
 

@@ -229,6 +229,7 @@ def test_an_assertion_without_words_is_told_by_its_line():
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
         fp8=None,
+        save=None,
     )
     with pytest.raises(ConfigurationError, match="arguments: raise AssertionError"):
         preflight.checks_arguments(validate_args)(args)

@@ -43,6 +43,12 @@ from megatron_muon.optimizer.state.stock import find_in_buckets
 _RANGES, _GROUPS, _SCALER = "ranges", "param_groups", "grad_scaler"
 
 
+_SAME_RANKS = (
+    "Files of --ckpt-format torch, which is needed to load them too, are for the same ranks, "
+    "layout and precision that wrote them: resume with those, or save with --ckpt-format "
+    "torch_dist."
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -238,6 +244,9 @@ class ChainState:
             )
         record = records.record_of(parts)
         self._request.finish(state_dict)
+        if self._ranks.rank() == 0:
+            for told in self._request.padded:
+                logger.warning("%s", told)
         step = records.step_in(parts)
         self._take(self._request.step if step is None else step, records.scaler_in(parts))
         self._request = None
@@ -247,6 +256,12 @@ class ChainState:
 
     def _load_of_rank(self, state_dict: Mapping[Any, Any]) -> None:
         record = records.checked(dict(state_dict[records.RECORD]))
+        precisions = record.get("precision"), self._record.get("precision")
+        if precisions[0] != precisions[1]:
+            raise CheckpointError(
+                f"The checkpoint is of a run in {precisions[0]}, this one is in {precisions[1]}. "
+                f"{_SAME_RANKS}"
+            )
         held = self._held()
         for item in held:
             _check_alike(item, state_dict)
@@ -310,9 +325,7 @@ def _check_alike(item: Held, state_dict: Mapping[str, Any]) -> None:
         held = "all" if item.range is None else f"elements {item.range[0]} to {item.range[1]}"
         raise CheckpointError(
             f"This rank holds {held} of {item.name}, with {', '.join(item.tensors)}; its file has "
-            f"{_tell(item.name, state, ranges)}. Files of --ckpt-format torch are for the same "
-            "ranks, layout and precision that wrote them: resume with those, or save with "
-            "--ckpt-format torch_dist."
+            f"{_tell(item.name, state, ranges)}. {_SAME_RANKS}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,7 @@ class StateRequest(dict[str, Any]):
         self._pieces: dict[tuple[str, str, int], Piece] = {}
         self.apart: list[ShardedTensor] = []
         self.step: int | None = None
+        self.padded: tuple[str, ...] = ()
         self._late: list[Piece] = []
         for item in self._wanted:
             self._ask(item, zip(item.targets, item.shards, strict=True))
@@ -113,6 +114,7 @@ class StateRequest(dict[str, Any]):
         Raises:
             CheckpointError: Something is missing or has another shape.
         """
+        self.padded = tuple(_tell_padding(self._wanted, index))
         there = {name: key for key in index.tensors if (name := canonical(key)) is not None}
         in_buckets = self._find_in_buckets(index)
         places = {} if in_buckets is None else in_buckets.places
@@ -227,6 +229,22 @@ def _check_shape(item: Wanted, shard: ShardedTensor, stored: StoredTensor) -> No
             f"{item.held.name}: the checkpoint has {item.state} of shape {tuple(stored.shape)}, "
             f"this model's is {tuple(shard.global_shape)}. It is of another model."
         )
+
+
+def _tell_padding(wanted: Iterable[Wanted], index: CheckpointIndex) -> Iterator[str]:
+    """Say where the vocabulary is padded to another size, whose new rows join the softmax."""
+    for item in wanted:
+        if item.state not in MASTERS:
+            continue
+        for shard in item.shards:
+            stored = index.tensors.get(_model_key(shard))
+            if stored is not None and stored.shape[0] != shard.global_shape[0]:
+                yield (
+                    f"{item.held.name} has {stored.shape[0]} rows in the checkpoint and "
+                    f"{shard.global_shape[0]} here: the vocabulary is padded otherwise, and rows "
+                    "of padding count in the loss. Keep them with --make-vocab-size-divisible-by."
+                )
+                break
 
 
 def _tell_missing(missing: Mapping[str, Sequence[str]], index: CheckpointIndex) -> str:
