@@ -24,8 +24,9 @@ from megatron_muon.errors import PlanError
 
 FLOPS_TOLERANCE_PERCENT = 5
 NUMEL_TOLERANCE_PERCENT = 10
-"""How far a rank's flops and elements may lie above :func:`lower_bound` so that matrices stay in
-their row. Every rank waits for the one with the most flops; uneven elements cost less."""
+"""How far a rank's flops and elements may lie above an even share so that matrices stay in their
+row; a rank with one matrix that is larger has no other. Every rank waits for the one with the most
+flops; uneven elements cost less."""
 
 _SMALLEST_PART = 4
 """A row that holds less than one in this many elements of a matrix is no better than another."""
@@ -101,10 +102,10 @@ def moved_numel(items: Sequence[HomeItem], homes: Mapping[str, Home]) -> int:
 def choose_homes(items: Sequence[HomeItem], dp_size: int, tp_size: int) -> dict[str, Home]:
     """Choose the home of every matrix.
 
-    The busiest rank has at most :data:`FLOPS_TOLERANCE_PERCENT` more flops than
-    :func:`lower_bound`, or what longest-processing-time-first over the whole grid gives it if that
-    is more. Under that limit come the elements of the fullest rank, then the elements that leave
-    their row. The result depends on the set of items alone, not on their order.
+    The busiest rank has at most :data:`FLOPS_TOLERANCE_PERCENT` more flops than an even share, or
+    those of the largest matrix, or what longest-processing-time-first over the whole grid gives it
+    if that is more. Under that limit come the elements of the fullest rank, then the elements that
+    leave their row. The result depends on the set of items alone, not on their order.
 
     Several greedy placements are tried, since each has inputs on which it loses; with heaps one
     takes a fraction of a second for 50,000 matrices.
@@ -176,15 +177,17 @@ def _rows_worth_staying_in(item: HomeItem) -> list[int]:
 
 
 def _limit(loads: Sequence[int], num_ranks: int, tolerance_percent: int) -> int:
-    bound = max(sum(loads), max(loads, default=0) * num_ranks)
-    return bound * (100 + tolerance_percent) // (100 * num_ranks)
+    """Return what a rank may have: an even share and the tolerance, or the largest item."""
+    share = sum(loads) * (100 + tolerance_percent) // (100 * num_ranks)
+    return max(share, max(loads, default=0))
 
 
 class _Grid:
     """The loads of all ranks, with the least loaded rank of each row and of the grid at hand.
 
-    Rank ``dp * tp_size + tp`` is the one at ``(dp, tp)``. The heaps are lazy: an entry that is no
-    longer its rank's load is dropped when it comes to the top.
+    Rank ``dp * tp_size + tp`` is the one at ``(dp, tp)``. Of equally loaded ones the first column's
+    come first, so that large matrices lie in many rows: a row receives what its homes lack. The
+    heaps are lazy: an entry that is no longer its rank's load is dropped when it comes to the top.
     """
 
     def __init__(self, task: _Task, load_kind: _LoadKind) -> None:
@@ -194,17 +197,18 @@ class _Grid:
         self.numel = [0] * num_ranks
         self._task = task
         self._load_kind: _LoadKind = load_kind
-        self._all = [(0, rank) for rank in range(num_ranks)]
-        self._rows = [
-            self._all[start : start + task.tp_size] for start in range(0, num_ranks, task.tp_size)
+        self._all = sorted((0, rank % task.tp_size, rank) for rank in range(num_ranks))
+        self._rows: list[list[tuple[int, int, int]]] = [
+            [(0, tp, dp * task.tp_size + tp) for tp in range(task.tp_size)]
+            for dp in range(task.dp_size)
         ]
 
     def least(self, row: int | None = None) -> int:
         """Return the least loaded rank of a row, or of the grid."""
         heap = self._all if row is None else self._rows[row]
-        while heap[0][0] != self.loads[heap[0][1]]:
+        while heap[0][0] != self.loads[heap[0][2]]:
             heappop(heap)
-        return heap[0][1]
+        return heap[0][2]
 
     def has_room(self, rank: int, item: HomeItem) -> bool:
         """Whether a rank stays under both limits with an item more."""
@@ -219,8 +223,9 @@ class _Grid:
         self.numel[rank] += item.numel
         load = self._task.load(self.flops[rank], self.numel[rank], self._load_kind)
         self.loads[rank] = load
-        heappush(self._all, (load, rank))
-        heappush(self._rows[rank // self._task.tp_size], (load, rank))
+        row, column = divmod(rank, self._task.tp_size)
+        heappush(self._all, (load, column, rank))
+        heappush(self._rows[row], (load, column, rank))
 
 
 def _place(

@@ -8,6 +8,7 @@ whole matrices, and each owner steps its own::
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace, nsmallest
@@ -22,9 +23,14 @@ FILL_BEFORE_CLOSING = 0.9
 """A bucket with one dominant matrix is filled to this share of ``owners x largest`` before it is
 closed, so that its other shards are not mostly padding."""
 
-_STRETCH_PERCENT = 150
+_STRETCH_PERCENTS = (150, 200, 300)
 """A bucket may grow to this share of the size at which it could be closed, if it then is padded
-less. Larger ones would leave more of the last reduce-scatter behind the backward pass."""
+less. Larger ones would leave more of the last reduce-scatter behind the backward pass, so that the
+next share is tried only where buckets are still padded by more than :data:`_MAX_PADDING_PERCENT`.
+"""
+
+_MAX_PADDING_PERCENT = 5
+"""Padding that is worth no further search."""
 
 _WORTHWHILE_PERCENT = 1
 """Share of the parameters that other buckets than Megatron's have to save. Megatron's are the
@@ -127,8 +133,11 @@ def compute_owner_layout(
     cursor = 0
     alignment = shard_alignment_numel
     cuts = _cut_into_buckets(items, bucket_numel, num_owners, alignment)
+    numel = num_owners * sum(_pack(items, members, num_owners, alignment)[1] for members in cuts)
+    is_padded = _is_padded_much(numel, _numel(items, range(len(items))))
+    pack = _pack_tightly if is_padded else _pack
     for bucket_idx, members in enumerate(cuts):
-        shards, shard_numel = _pack(items, members, num_owners, alignment)
+        shards, shard_numel = pack(items, members, num_owners, alignment)
         if not items[members[0]].alone:
             shards = _balance(items, shards, shard_numel, work)
         for owner, shard in enumerate(shards):
@@ -173,13 +182,18 @@ def _cut_into_buckets(
             buckets.append(run)
             continue
         megatron = _cut(items, run, bucket_numel, num_owners)
-        stretched = _cut(items, run, bucket_numel, num_owners, padded_numel)
+        numel = _numel(items, run)
         best, best_numel = megatron, padded_numel(megatron)
-        needed_numel = _numel(items, run) * _WORTHWHILE_PERCENT // 100
-        for cuts in (_merge_last(megatron), stretched, _merge_last(stretched)):
-            numel = padded_numel(cuts)
-            if numel + needed_numel < best_numel:
-                best, best_numel = cuts, numel
+        candidates = [_merge_last(megatron)]
+        for percent in _STRETCH_PERCENTS:
+            stretched = _cut(items, run, bucket_numel, num_owners, percent, padded_numel)
+            for cuts in (*candidates, stretched, _merge_last(stretched)):
+                cuts_numel = padded_numel(cuts)
+                if cuts_numel + numel * _WORTHWHILE_PERCENT // 100 < best_numel:
+                    best, best_numel = cuts, cuts_numel
+            if not _is_padded_much(best_numel, numel):
+                break
+            candidates = []
         buckets += best
     return buckets
 
@@ -200,6 +214,7 @@ def _cut(
     run: Sequence[int],
     bucket_numel: int,
     num_owners: int,
+    stretch_percent: int = 100,
     padded_numel: Callable[[Sequence[Sequence[int]]], int] | None = None,
 ) -> list[list[int]]:
     """Cut a run where Megatron does or, given ``padded_numel``, where a bucket is padded least."""
@@ -208,7 +223,10 @@ def _cut(
     while start < len(run):
         end = _closing(items, run, start, bucket_numel, num_owners)
         if padded_numel is not None:
-            candidates = [run[start:later] for later in _later_closings(items, run, start, end)]
+            candidates = [
+                run[start:later]
+                for later in _later_closings(items, run, start, end, stretch_percent)
+            ]
             ratios = [padded_numel([members]) / _numel(items, members) for members in candidates]
             end = start + len(candidates[ratios.index(min(ratios))])
         buckets.append(list(run[start:end]))
@@ -230,10 +248,10 @@ def _closing(
 
 
 def _later_closings(
-    items: Sequence[LayoutItem], run: Sequence[int], start: int, end: int
+    items: Sequence[LayoutItem], run: Sequence[int], start: int, end: int, stretch_percent: int
 ) -> Sequence[int]:
     """Return positions from ``end`` up to which the bucket may be stretched, ``end`` first."""
-    spare_numel = _numel(items, run[start:end]) * (_STRETCH_PERCENT - 100) // 100
+    spare_numel = _numel(items, run[start:end]) * (stretch_percent - 100) // 100
     last = end
     while last < len(run) and spare_numel >= items[run[last]].numel:
         spare_numel -= items[run[last]].numel
@@ -264,16 +282,68 @@ def _pack(
     Returns:
         The members of each shard, and the elements of a shard.
     """
+    ordered = sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i))
     shards: list[list[int]] = [[] for _ in range(num_owners)]
     ends = [(0, owner) for owner in range(num_owners)]
     last = 0
-    for index in sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i)):
+    for index in ordered:
         end, owner = ends[0]
         end = _align(end, PARAM_ALIGNMENT_NUMEL) + items[index].numel
         heapreplace(ends, (end, owner))
         shards[owner].append(index)
         last = max(last, end)
     return shards, _align(last, shard_alignment_numel)
+
+
+def _pack_tightly(
+    items: Sequence[LayoutItem],
+    members: Sequence[int],
+    num_owners: int,
+    shard_alignment_numel: int,
+) -> tuple[list[list[int]], int]:
+    """Pack as :func:`_pack`; where that leaves much padding, fill shards up to a common size.
+
+    24 matrices of 4 elements, 12 of 3 and 12 of 1 fit into 16 shards of 9 (4 4 1 and 3 3 3), where
+    the former takes 10. The work of the shards is then less even, so that this comes last.
+    """
+    shards, numel = _pack(items, members, num_owners, shard_alignment_numel)
+    ordered = sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i))
+    aligned = [_aligned_numel(items[i]) for i in ordered]
+    least = max(_ceil_div(sum(aligned), num_owners), *aligned)
+    if _is_padded_much(numel, least):
+        for percent in range(_MAX_PADDING_PERCENT + 1):
+            limit = least * (100 + percent) // 100
+            filled = _fill(ordered, aligned, num_owners, limit)
+            if filled is not None:
+                return filled, _align(limit, shard_alignment_numel)
+    return shards, numel
+
+
+def _fill(
+    ordered: Sequence[int], numels: Sequence[int], num_owners: int, limit: int
+) -> list[list[int]] | None:
+    """Put each member where the least room is left behind; ``None`` if one finds no room.
+
+    Args:
+        ordered: The members, the largest first.
+        numels: Elements of each, aligned.
+        num_owners: Shards.
+        limit: Elements that a shard may have.
+    """
+    shards: list[list[int]] = [[] for _ in range(num_owners)]
+    rooms = [(limit, owner) for owner in range(num_owners)]
+    for index, numel in zip(ordered, numels, strict=True):
+        position = bisect_left(rooms, (numel, -1))
+        if position == num_owners:
+            return None
+        room, owner = rooms.pop(position)
+        insort(rooms, (room - numel, owner))
+        shards[owner].append(index)
+    return shards
+
+
+def _is_padded_much(numel: int, param_numel: int) -> bool:
+    return numel * 100 > param_numel * (100 + _MAX_PADDING_PERCENT)
 
 
 def _balance(

@@ -135,12 +135,10 @@ def held_by_slices(
     """
     start, end = range_
     shard = (bucket[1] - bucket[0]) // size
-    pieces = []
-    for rank in range((start - bucket[0]) // shard, min(size, -(-(end - bucket[0]) // shard))):
-        low = max(start, bucket[0] + rank * shard)
-        high = min(end, bucket[0] + (rank + 1) * shard)
-        pieces.append(Piece(rank, ParamRange(low - start, high - start)))
-    return tuple(pieces)
+    first, past = (start - bucket[0]) // shard, min(size, -(-(end - bucket[0]) // shard))
+    cuts = [bucket[0] + rank * shard - start for rank in range(first + 1, past)]
+    stretches = pairwise([0, *cuts, end - start])
+    return tuple(Piece(first + i, ParamRange(*stretch)) for i, stretch in enumerate(stretches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +205,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the plan, shortened."""
-        return hashlib.sha256("\n".join(self.rows()).encode()).hexdigest()[:16]
+        return fingerprint_of(self.rows())
 
     def rows(self) -> list[str]:
         """One canonical line a matrix, for the fingerprint and for naming a difference."""
@@ -216,6 +214,11 @@ class Plan:
     def on(self, grid: Grid) -> list[PlannedMatrix]:
         """Return the matrices of one grid, ordered by name."""
         return [planned for planned in self.matrices if planned.owned.grid == grid]
+
+
+def fingerprint_of(lines: Iterable[str]) -> str:
+    """Return the SHA-256 of lines, shortened: of a plan's, or of several plans' fingerprints."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def make_plan(
@@ -247,20 +250,16 @@ def make_plan(
                 "numbered layers."
             )
     homes: dict[str, Home] = {}
-    for grid in sorted({item.grid for item in ordered}):
-        size = grids.get(grid, GridSize())
-        members = [item for item in ordered if item.grid == grid]
+    flops = {item.matrix.name: item.matrix.ns_flops(num_steps) for item in ordered}
+    for size, members in _by_ranks(ordered, grids):
         if not one_rank_each:
             homes |= {o.matrix.name: Home(o.owner, 0) for o in members if o.owner is not None}
             members = [item for item in members if item.owner is None]
-        homes |= choose_homes([_home_item(o, num_steps) for o in members], size.dp, size.tp)
+        items = [_home_item(o, flops[o.matrix.name]) for o in members]
+        homes |= choose_homes(items, size.dp, size.tp)
     return Plan(
         matrices=tuple(
-            PlannedMatrix(
-                owned=item,
-                home=homes[item.matrix.name],
-                flops=item.matrix.ns_flops(num_steps),
-            )
+            PlannedMatrix(owned=item, home=homes[item.matrix.name], flops=flops[item.matrix.name])
             for item in ordered
         ),
         grids=dict(grids),
@@ -270,18 +269,36 @@ def make_plan(
     )
 
 
-def _home_item(owned: OwnedMatrix, num_steps: int) -> HomeItem:
+def _by_ranks(
+    ordered: Iterable[OwnedMatrix], grids: Mapping[Grid, GridSize]
+) -> list[tuple[GridSize, list[OwnedMatrix]]]:
+    """Return the matrices whose homes are chosen together: of grids that are the same ranks.
+
+    Experts that are not reduced apart lie in the groups of the dense matrices, since Megatron cuts
+    them over as many ranks then (0.19.2, core/tensor_parallel/layers.py:961).
+    """
+    together: dict[tuple[bool, bool, bool, GridSize], list[OwnedMatrix]] = {}
+    for item in ordered:
+        grid = item.grid
+        size = grids.get(grid, GridSize())
+        key = (grid.expert_parallel, grid.expert_parallel and grid.expert_tp, grid.gtp, size)
+        together.setdefault(key, []).append(item)
+    return [(key[-1], members) for key, members in together.items()]
+
+
+def _home_item(owned: OwnedMatrix, flops: int) -> HomeItem:
     matrix = owned.matrix
     row_size = matrix.row_size if matrix.is_cut else 1
+    held = {piece.rank: piece.range.end - piece.range.start for piece in owned.pieces}
+    if matrix.gtp_size > 1:  # the last ranks of a row are filled up: the mean of all
+        for piece in owned.pieces:
+            numels = (owned.held_range(piece, tp).numel for tp in range(row_size))
+            held[piece.rank] = sum(numels) // row_size
     return HomeItem(
         name=matrix.name,
-        flops=matrix.ns_flops(num_steps),
+        flops=flops,
         numel=matrix.numel,
         owner=owned.owner,
-        held={
-            # Where the last ranks of a row are filled up, the mean of all.
-            piece.rank: sum(owned.held_range(piece, tp).numel for tp in range(row_size)) // row_size
-            for piece in owned.pieces
-        },
+        held=held,
         tp_size=row_size,
     )

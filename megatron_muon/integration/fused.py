@@ -6,10 +6,17 @@ config do not confirm what the name says, the weight stays whole or is an error.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
-from megatron_muon.bookkeeping.matrix import LogicalBlock, interleaved, stacked, whole
+from megatron_muon.bookkeeping.matrix import (
+    LogicalBlock,
+    LogicalMatrix,
+    interleaved,
+    stacked,
+    whole,
+)
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
 
@@ -29,6 +36,39 @@ _HEADS_UNKNOWN = "WARNING: whole, since --muon-split-heads does not know the hea
 _GATE_UNKNOWN = (
     "WARNING: whole, since --muon-split-gated-fc1 needs experts of 2 x moe_ffn_hidden_size rows"
 )
+
+
+def logical_matrix(
+    name: str,
+    shape: tuple[int, ...],
+    config: Any,
+    splits: SplitRules,
+    glu_interleave: int | None = None,
+    *,
+    tp_dim: int | None,
+    tp_stride: int,
+    **cut: Any,
+) -> tuple[LogicalMatrix, str]:
+    """Return a weight as a matrix with its blocks, and a warning where a split could not be done.
+
+    Args:
+        name: Global name.
+        shape: Whole shape, ``(M, N)``, or ``(E, m, N)`` of a stack of experts.
+        config: Megatron's ``TransformerConfig`` of the module that holds it, if it has one.
+        splits: The splits that are asked for.
+        glu_interleave: Rows of gate and of up that alternate, ``None`` where gate comes first.
+        tp_dim: Dimension of ``shape`` that tensor parallelism cuts.
+        tp_stride: Parts stacked along it that are cut one by one.
+        cut: All other fields of :class:`LogicalMatrix`, as they are.
+    """
+    blocks, warning = blocks_of_weight(name, shape, config, splits, glu_interleave)
+    if len(shape) == 3 and tp_dim is not None and tp_dim > 0:
+        # Seen as one matrix, the experts are parts that are cut one by one.
+        tp_stride *= shape[0] if tp_dim == 1 else 1
+        tp_dim -= 1
+    seen = (math.prod(shape[:-1]), shape[-1])
+    matrix = LogicalMatrix(name, seen, blocks, tp_dim=tp_dim, tp_stride=tp_stride, **cut)
+    return matrix, warning
 
 
 def blocks_of_weight(

@@ -8,7 +8,6 @@ every pipeline stage.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import torch
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.routing import ParamFacts, Route, RoutingRules, SplitRules, decide
 from megatron_muon.errors import ConfigurationError, UnsupportedError
-from megatron_muon.integration.fused import GATED_FC1, blocks_of_weight
+from megatron_muon.integration.fused import GATED_FC1, logical_matrix
 from megatron_muon.optimizer.masters import is_quantized
 
 SHARED_EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -175,27 +174,20 @@ def route_parameter(entry: NamedParameter, rules: RoutingRules, splits: SplitRul
 def _logical_matrix(
     entry: NamedParameter, facts: ParamFacts, splits: SplitRules
 ) -> tuple[LogicalMatrix, str]:
-    blocks, warning = blocks_of_weight(
-        entry.name, facts.shape, entry.config, splits, entry.glu_interleave
-    )
-    tp_dim, tp_stride = entry.shard.dim, entry.shard.stride
-    if len(facts.shape) == 3 and tp_dim is not None and tp_dim > 0:
-        # Seen as one matrix, the experts are parts that are cut one by one.
-        tp_stride *= facts.shape[0] if tp_dim == 1 else 1
-        tp_dim -= 1
-    matrix = LogicalMatrix(
-        name=entry.name,
-        shape=(math.prod(facts.shape[:-1]), facts.shape[-1]),
-        blocks=blocks,
-        tp_dim=tp_dim,
+    return logical_matrix(
+        entry.name,
+        facts.shape,
+        entry.config,
+        splits,
+        entry.glu_interleave,
+        tp_dim=entry.shard.dim,
         tp_size=entry.shard.size,
-        tp_stride=tp_stride,
+        tp_stride=entry.shard.stride,
         expert_tp=entry.is_expert,
         expert_parallel=not getattr(entry.param, "allreduce", True),
         gtp_size=entry.shard.gtp_size,
         gtp_rows=entry.param.shape[0] if entry.shard.gtp_size > 1 else 0,
     )
-    return matrix, warning
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.bookkeeping.plan import GridSize, Plan
+from megatron_muon.bookkeeping.plan import GridSize, Plan, fingerprint_of
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
@@ -74,10 +73,9 @@ def plan_summary(plans: Sequence[Plan], loads: Sequence[tuple[int, int]]) -> dic
     """
     flops, numel = zip(*loads, strict=True)
     fingerprints = [plan.fingerprint for plan in plans]
-    joined = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()[:16]
     param_numel = sum(plan.param_numel for plan in plans)
     return {
-        "fingerprint": fingerprints[0] if len(plans) == 1 else joined,
+        "fingerprint": fingerprints[0] if len(plans) == 1 else fingerprint_of(fingerprints),
         "flops_max_over_mean": _max_over_mean(flops),
         "numel_max_over_mean": _max_over_mean(numel),
         "padding_ratio": sum(plan.buffer_numel for plan in plans) / param_numel

@@ -11,6 +11,7 @@ from typing import NoReturn
 from megatron_muon import __version__
 from megatron_muon.errors import HostError, MuonError
 from megatron_muon.integration.messages import EXIT_CODE, fail, say_error
+from megatron_muon.planner import command as planner
 from megatron_muon.tools import golden, inspect_checkpoint
 
 
@@ -38,12 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split_script(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Cut the command line of ``run`` behind SCRIPT: what follows is the script's, untouched.
 
+    That of ``plan`` is cut at ``--``: what follows is Megatron's.
+
     Args:
         argv: The command line, without the program's name.
 
     Returns:
         Our part, SCRIPT included, and the script's part.
     """
+    if argv and argv[0] == "plan" and "--" in argv:
+        position = list(argv).index("--")
+        return list(argv[:position]), list(argv[position + 1 :])
     if not argv or argv[0] != "run":
         return list(argv), []
     position = 1
@@ -78,6 +84,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_installation(seams)
     seams.set_defaults(main=_seams, needs_torch=True)
+    plan = commands.add_parser(
+        "plan",
+        help="show who will own what, how balanced it is, what it moves and stores; no GPU needed",
+        usage="megatron-muon plan [SOURCE] [OPTIONS] [-- MEGATRON'S FLAGS]",
+        description="Plan a run from names and shapes alone: ownership, balance, padding, bytes "
+        "moved, memory and predicted shares of a step. No GPU and no process group are used. "
+        "Example: megatron-muon plan llama3-8b --tp 8 --dp 8",
+    )
+    planner.add_arguments(plan)
+    plan.set_defaults(main=planner.main, needs_torch=False)
     held = commands.add_parser(
         "golden",
         help="show, compare or record golden values",

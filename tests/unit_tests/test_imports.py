@@ -20,12 +20,16 @@ MAY_IMPORT = {
     "integration": {
         *("optimizer", "checkpoint", "orthogonalize", "collectives", "offload", "bookkeeping"),
     },
+    # What the planner plans has to be what a run plans; it needs no torch and starts no Megatron.
+    "planner": {"integration.fused", "bookkeeping"},
     # The harness trains with the program that tools holds.
     "testing": {
         *("integration", "optimizer", "checkpoint", "orthogonalize", "collectives"),
         *("bookkeeping", "tools.pretrain_gpt"),
     },
-    "tools": {"testing", "integration", "optimizer", "checkpoint", "bookkeeping"},
+    "tools": {
+        *("planner", "testing", "integration", "optimizer", "checkpoint", "bookkeeping"),
+    },
     "__main__": {"tools"},
 }
 """What each part may import of the package; its own part, and `errors`, every part may."""
@@ -36,6 +40,7 @@ FORBIDDEN = {
     "bookkeeping": ("torch.distributed", "megatron", "emerging_optimizers"),
     "orthogonalize": ("torch.distributed", "megatron"),
     "collectives": ("megatron", "emerging_optimizers"),
+    "planner": ("torch", "megatron", "emerging_optimizers"),
 }
 """What a part may not import of others."""
 
@@ -109,6 +114,9 @@ def test_imports_point_one_way():
         ("megatron_muon.integration.install", "from megatron_muon.testing import ranks"),
         ("megatron_muon.testing.ranks", "from megatron_muon import tools"),
         ("megatron_muon.testing.ranks", "import megatron_muon.tools.cli"),
+        ("megatron_muon.planner.job", "import torch"),
+        ("megatron_muon.planner.job", "from megatron_muon.integration.names import is_expert"),
+        ("megatron_muon.optimizer.muon", "from megatron_muon.planner import job"),
         ("megatron_muon.errors", "from megatron_muon.bookkeeping import plan"),
     ],
 )

@@ -1,0 +1,103 @@
+"""``megatron-muon plan``: text, JSON, a picture, and exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_muon.tools import cli
+
+
+def plan(line, capsys):
+    code = cli.main(["plan", *line.split()])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_a_plan_is_printed(capsys):
+    code, out, err = plan("llama3-8b --tp 8 --dp 8", capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("llama3-8b: 8.03 B parameters on 64 ranks (TP8 PP1 DP8), layout owner\n")
+
+
+def test_json_is_printed_alone_or_written(capsys, tmp_path):
+    _, out, _ = plan("gpt2-124m --dp 4 --json -", capsys)
+    path = tmp_path / "plan.json"
+    _, text, _ = plan(f"gpt2-124m --dp 4 --json {path}", capsys)
+    assert json.loads(out) == json.loads(path.read_text())
+    assert text.startswith("gpt2-124m: 124.44 M parameters on 4 ranks")
+
+
+def test_the_layout_is_owner_unless_asked_for_and_auto_says_why(capsys):
+    line = "deepseek-v3 --pp 8 --last-stage-layers 5 --dp 128 --ep 64"
+    assert ", layout owner\n" in plan(line, capsys)[1]
+    out = plan(f"{line} --layout auto", capsys)[1]
+    assert ", layout flat\nwhy: it alone fits into 80 GiB" in out
+    assert "\nplan: no fingerprint" in out
+    assert ", layout flat\n" in plan("gpt2-124m -- --muon-layout flat", capsys)[1]
+    by_flag = plan("gpt2-124m --layout owner -- --muon-layout flat", capsys)[1]
+    assert ", layout owner\n" in by_flag
+
+
+def test_the_machine_can_be_described(capsys):
+    line = "gpt2-124m --dp 16 --json - --hardware h100"
+    slow = json.loads(plan(f"{line} --link 1 --flops 1 --memory 4", capsys)[1])
+    fast = json.loads(plan(line, capsys)[1])
+    for part, ratio in (("newton_schulz", 495), ("gradient_reduce", 40)):
+        seconds = [told["stages"][0]["step"]["seconds"][part] for told in (slow, fast)]
+        assert seconds[0] == pytest.approx(ratio * seconds[1])
+    assert "1 TFLOP/s" in slow["assumptions"][0]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "no model: give one of"),
+        ("llama5", "llama5: no such file"),
+        ("llama3-8b --tp 3", "--tp 3 does not fit llama3-8b"),
+        ("llama3-8b --stage 1", "--stage is 1: the job has 1 stages"),
+        ("llama3-8b --link 0", "--link is 0.0: expected a number above 0"),
+        ("llama3-8b --json /no/such/folder/x", "--json /no/such/folder/x: cannot be written"),
+        ("llama3-8b -- --muon-layout square", "--muon-layout is 'square'"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_and_ends_with_2(capsys, line, said):
+    code, out, err = plan(line, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("megatron-muon: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_bad_option_ends_with_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "llama3-8b", "--layout", "square"])
+    assert caught.value.code == 2
+    assert "usage: megatron-muon plan [SOURCE]" in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn_or_the_missing_package_is_named(capsys, tmp_path):
+    path = tmp_path / "plan.png"
+    code, _, err = plan(f"gpt2-124m --tp 2 --dp 4 --picture {path}", capsys)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert code == 2
+        assert "needs matplotlib: install it with `pip install 'megatron-muon[report]'`" in err
+        assert not path.exists()
+    else:
+        assert code == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_neither_torch_nor_megatron_is_imported():
+    program = (
+        "import sys\nfrom megatron_muon.tools import cli\n"
+        "cli.main(['plan', 'llama3-8b', '--tp', '8', '--dp', '8'])\n"
+        "print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout.endswith("\n[]\n")

@@ -1,0 +1,251 @@
+"""The numbers of a plan: balance, padding, bytes and memory on known models."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron_muon.bookkeeping.routing import RoutingRules, SplitRules
+from megatron_muon.bookkeeping.schedule import Position, Spread, make_schedule
+from megatron_muon.errors import ConfigurationError
+from megatron_muon.planner.costs import HARDWARE, LayoutCosts, choose_layout
+from megatron_muon.planner.job import BUDGET_NBYTES, PlanSettings, plan_job
+from megatron_muon.planner.models import BUILT_IN, ModelSpec
+from megatron_muon.planner.report import make_report, padding_of, stage_loads
+from megatron_muon.planner.sizes import ParallelSizes
+from megatron_muon.planner.text import lines_of
+
+GPT2 = BUILT_IN["gpt2-124m"]
+H100 = HARDWARE["h100"]
+STAGE = {"pp": 8, "ep": 64, "dp": 128, "last_layers": 5}
+EXPERTS = ModelSpec(
+    name="experts", num_layers=4, hidden_size=48, ffn_hidden_size=64, num_attention_heads=4,
+    num_query_groups=2, kv_channels=12, vocab_size=100, num_moe_experts=8, moe_ffn_hidden_size=32,
+    moe_layers=(False, True, True, True),
+)  # fmt: skip
+LATENT = replace(
+    EXPERTS, multi_latent_attention=True, q_lora_rank=20, kv_lora_rank=24, qk_head_dim=12,
+    qk_pos_emb_head_dim=4, v_head_dim=12,
+)  # fmt: skip
+
+
+def report_of(name, layout="owner", **sizes):
+    job = plan_job(BUILT_IN[name], ParallelSizes(**sizes), PlanSettings(layout=layout))
+    return make_report(job, H100, with_fingerprint=False)
+
+
+def muon_buffers(report):
+    return [b for stage in report.stages for b in stage.stage.buffers if b.of_matrices]
+
+
+@pytest.mark.parametrize("layout", ["owner", "flat"])
+@pytest.mark.parametrize(
+    ("name", "tp", "dp"),
+    [
+        ("llama3-8b", 4, 4),
+        ("llama3-8b", 8, 8),
+        ("llama3-70b", 8, 8),
+        ("llama3-70b", 8, 16),
+        ("qwen3-32b", 8, 16),
+    ],
+)
+def test_the_busiest_rank_has_little_more_than_an_even_share(name, tp, dp, layout):
+    report = report_of(name, layout, tp=tp, dp=dp)
+    assert report.worst.over_perfect <= 1.05
+    assert report.padding <= (1.05 if layout == "owner" else 1.001)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b", "llama3-70b", "qwen3-32b"])
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("dp", [2, 4, 16, 32])
+def test_the_owner_layout_has_little_padding_where_ranks_have_two_matrices_or_more(name, tp, dp):
+    report = report_of(name, tp=tp, dp=dp)
+    (buffer,) = muon_buffers(report)
+    if len(buffer.layout.places) >= 2 * dp:
+        assert report.padding <= 1.05
+
+
+def test_a_matrix_larger_than_a_shard_is_the_only_reason_for_more():
+    report = report_of("llama3-8b", dp=64)
+    (buffer,) = muon_buffers(report)
+    largest = max(end - start for start, end, _ in buffer.layout.places)
+    assert buffer.layout.numel == 64 * largest
+    assert 1.07 < report.padding < 1.08
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_the_flat_layout_of_experts_has_no_padding_and_their_owners_none_either(name):
+    flat = report_of(name, "flat", **STAGE)
+    assert max(padding_of([buffer]) for buffer in muon_buffers(flat)) <= 1.02
+    owner = report_of(name, "owner", **STAGE)
+    experts = [buffer for buffer in muon_buffers(owner) if buffer.is_expert]
+    assert max(padding_of([buffer]) for buffer in experts) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dp", "most"),
+    [("gpt2-124m", 1, 4, 0.1), ("llama3-8b", 1, 8, 0.26), ("llama3-8b", 8, 8, 0.26),
+     ("llama3-70b", 8, 8, 0.26), ("llama3-8b", 1, 64, 0.05), ("llama3-70b", 8, 64, 0.05),
+     ("qwen3-32b", 8, 64, 0.05)],
+)  # fmt: skip
+def test_the_flat_exchange_is_a_small_part_of_gathering_whole_buckets(name, tp, dp, most):
+    stage = report_of(name, "flat", tp=tp, dp=dp).worst
+    assert 0 < stage.work.data_nbytes <= most * stage.whole_gather_nbytes
+
+
+@pytest.mark.full
+def test_a_trillion_parameters_in_one_grid_are_balanced():
+    report = report_of("kimi-k2", "flat", dp=1024)
+    (stage,) = report.stages
+    assert len(stage.stage.first_plan.matrices) > 46_000
+    assert stage.over_perfect <= 1.01
+
+
+@pytest.mark.parametrize("layout", ["owner", "flat"])
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        # Latent attention has matrices that every rank of a row holds whole.
+        (ParallelSizes(tp=2, dp=5), SplitRules()),
+        (ParallelSizes(tp=2, dp=3), SplitRules()),
+        (ParallelSizes(tp=2, dp=8, ep=4, etp=1), SplitRules()),
+        (ParallelSizes(tp=4, dp=2, ep=2, etp=2), SplitRules(gated_fc1=True)),
+    ],
+)
+def test_bytes_are_those_of_the_schedule_of_every_rank(layout, sizes, splits):
+    """The planner adds up pieces; what a rank sends is in the rounds of its own schedule."""
+    model = LATENT if sizes.dp == 5 else EXPERTS
+    job = plan_job(model, sizes, PlanSettings(layout=layout, splits=splits))
+    (stage,) = job.stages
+    loads = stage_loads(stage)
+    data, tensor, flops = Counter(), Counter(), Counter()
+    plan = stage.first_plan
+    for grid in {planned.owned.grid for planned in plan.matrices}:
+        size, members = stage.grids[grid], plan.on(grid)
+        for dp in range(size.dp):
+            for tp in range(size.tp):
+                position = Position(dp=dp, tp=tp, dp_size=size.dp, tp_size=size.tp)
+                schedule = make_schedule(members, position, Spread(True, False), 1 << 40)
+                sent = (
+                    sum(sum(r.sent) for g in schedule for r in (*g.to_row, *g.from_row)),
+                    sum(sum(r.sent) for g in schedule for r in (*g.to_home, *g.from_home)),
+                )
+                own = sum(p.flops for p in members if (p.home.dp, p.home.tp) == (dp, tp))
+                copies = range(sizes.ep) if grid.expert_parallel else [0]
+                for copy in copies:
+                    rank = (
+                        (dp * sizes.ep + copy) * size.tp + tp
+                        if grid.expert_parallel
+                        else dp * size.tp + tp
+                    )
+                    data[rank] += sent[0]
+                    tensor[rank] += sent[1]
+                    flops[rank] += own
+    ranks = range(sizes.num_stage_ranks)
+    assert loads.data_numel == [data[rank] for rank in ranks]
+    assert loads.tensor_numel == [tensor[rank] for rank in ranks]
+    assert loads.flops == [flops[rank] for rank in ranks]
+    assert sum(loads.data_numel) > 0 or layout == "owner" or sizes.dp != 3
+
+
+def test_experts_of_every_rank_are_planned_under_their_own_names():
+    sizes = ParallelSizes(dp=4, ep=4)
+    (stage,) = plan_job(EXPERTS, sizes, PlanSettings()).stages
+    names = [{p.matrix.name for p in stage.experts(ep_rank)} for ep_rank in stage.ep_ranks]
+    assert len(set.union(*names)) == sum(map(len, names)) == 3 * 8 * 2
+    assert stage.plan(1).fingerprint == stage.fingerprint(1) != stage.fingerprint(0)
+
+
+def test_the_fingerprint_depends_on_every_setting_of_the_plan():
+    sizes, settings = ParallelSizes(tp=2, dp=2), PlanSettings()
+    prints = [
+        plan_job(GPT2, sizes, settings).fingerprint(),
+        plan_job(GPT2, replace(sizes, dp=4), settings).fingerprint(),
+        plan_job(GPT2, sizes, replace(settings, layout="flat")).fingerprint(),
+        plan_job(GPT2, sizes, replace(settings, num_ns_steps=6)).fingerprint(),
+        plan_job(GPT2, sizes, replace(settings, splits=SplitRules(heads=True))).fingerprint(),
+        plan_job(GPT2, replace(sizes, pp=2), settings).fingerprint(),
+        plan_job(
+            GPT2, sizes, replace(settings, rules=RoutingRules(exclude=("*fc1*",)))
+        ).fingerprint(),
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+def test_rules_and_splits_that_apply_to_nothing_are_refused():
+    for changes, said in (
+        ({"rules": RoutingRules(exclude=("*fc9*",))}, "matches no parameter"),
+        ({"splits": SplitRules(gated_fc1=True)}, "--muon-split-gated-fc1 has no effect"),
+        ({"rules": RoutingRules(exclude=("*",))}, "none of its 148 parameters is a matrix"),
+        ({"layout": "round"}, "--layout 'round'"),
+    ):
+        with pytest.raises(ConfigurationError, match=said.replace("*", r"\*")):
+            plan_job(GPT2, ParallelSizes(), PlanSettings(**changes))
+
+
+def test_the_default_budget_is_that_of_a_run():
+    from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
+
+    assert BUDGET_NBYTES == DEFAULT_BUDGET_NBYTES
+
+
+def test_memory_is_that_of_buffers_and_of_what_a_rank_holds():
+    report = report_of("gpt2-124m", tp=1, dp=4)
+    memory = report.stages[0].memory
+    padded = sum(b.layout.numel for b in report.stages[0].stage.buffers)
+    assert memory.parameters == 2 * padded
+    assert memory.gradients == 4 * padded
+    assert memory.masters == padded
+    muon = sum(b.layout.numel for b in muon_buffers(report))
+    assert memory.momentum == pytest.approx(muon + 2 * (padded - muon), rel=1e-6)
+    in_fp32 = plan_job(GPT2, ParallelSizes(dp=4), PlanSettings(param_nbytes=4))
+    assert make_report(in_fp32, H100).stages[0].memory.masters == 0
+
+
+def test_the_layout_of_the_faster_step_that_fits_is_chosen():
+    owner = LayoutCosts(layout="owner", moved_nbytes=4, flops=1, memory_nbytes=90, seconds=1.0)
+    flat = LayoutCosts(layout="flat", moved_nbytes=3, flops=1, memory_nbytes=60, seconds=1.5)
+    faster = choose_layout([owner, flat], 100)
+    assert faster.layout == "owner"
+    assert faster.why.startswith("its step is the fastest: owner sends 0.00 GiB")
+    assert choose_layout([owner, flat], 80).layout == "flat"
+    assert choose_layout([owner, flat], 10).why.startswith("none fits into 0 GiB")
+    even = replace(flat, seconds=1.01)
+    assert choose_layout([owner, even], 100).layout == "flat"
+
+
+def test_json_has_every_part_and_shares_add_up():
+    job = plan_job(EXPERTS, ParallelSizes(tp=2, pp=2, dp=4, ep=2), PlanSettings())
+    told = json.loads(json.dumps(make_report(job, H100).to_dict()))
+    assert set(told) == {
+        "model", "sizes", "layout", "fingerprint", "balance", "padding", "memory", "stages",
+        "ownership", "assumptions",
+    }  # fmt: skip
+    assert told["sizes"]["ranks"] == 16
+    assert len(told["stages"]) == 2
+    for stage in told["stages"]:
+        assert set(stage) == {
+            "pipeline_rank", "layers", "matrices", "balance", "buffers", "bytes", "memory", "step",
+        }  # fmt: skip
+        assert sum(stage["step"]["shares"].values()) == pytest.approx(1)
+        assert stage["memory"]["total_bytes"] == sum(stage["memory"].values()) / 2
+    assert len(told["ownership"]) == sum(stage["matrices"] for stage in told["stages"])
+    row = told["ownership"][0]
+    assert set(row) == {
+        "name", "pipeline_rank", "shape", "blocks", "expert_parallel", "bucket", "owners", "home",
+        "flops",
+    }  # fmt: skip
+    assert told["fingerprint"] == job.fingerprint()
+
+
+def test_text_has_every_part():
+    report = report_of("llama3-8b", "flat", tp=2, dp=4)
+    said = "\n".join(lines_of(report, 3))
+    for part in (
+        "llama3-8b: 8.03 B parameters on 8 ranks (TP2 PP1 DP4), layout flat", "padding 1.000",
+        "of bound", "GiB sent:", "GiB kept:", "predicted step of the slowest stage (0)",
+        "decoder.layers.0.mlp.linear_fc1.weight", "and 125 more", "assumptions:",
+    ):  # fmt: skip
+        assert part in said
+    assert "decoder.layers" not in "\n".join(lines_of(report, 0))
