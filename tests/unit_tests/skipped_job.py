@@ -112,7 +112,7 @@ class Record:
         logged: What the chain logged.
         collectives: All of its collectives and their bytes, as torch's dispatcher sees them.
         report: The report after it, on the first rank.
-        saved: State of each scaler in the optimizer's, of a script that saves.
+        saved: State of the scaler in the optimizer's, of a script that saves.
     """
 
     result: tuple[bool, float | None, int | None] | None
@@ -129,7 +129,7 @@ class Record:
     logged: tuple[str, ...]
     collectives: tuple[tuple[str, int], ...]
     report: str
-    saved: tuple[str, ...]
+    saved: str | None
 
 
 def run_scripts(scripts: Sequence[Script]) -> list[list[Record]]:
@@ -257,7 +257,7 @@ class _Run:
             logged=tuple(logged),
             collectives=tuple(collectives),
             report=self.report.read_text() if self.report.exists() else "",
-            saved=() if self.script.saves_after is None else tuple(self._saved()),
+            saved=None if self.script.saves_after is None else self._saved(),
         )  # fmt: skip
 
     def _make_bad(self, item: Bad) -> str:
@@ -293,12 +293,8 @@ class _Run:
         state = states[0] if states else {}
         return (state["growth_tracker"], state["hysteresis_tracker"]) if state else None
 
-    def _saved(self) -> Iterator[str]:
-        saved = self.optimizer.state_dict()
-        for child in saved if isinstance(saved, list) else [saved]:
-            for part in child if isinstance(child, list) else [child]:
-                if "grad_scaler" in part:
-                    yield str(part["grad_scaler"])
+    def _saved(self) -> str:
+        return str(self.optimizer.state_dict()["grad_scaler"])
 
     def _state(self) -> dict[str, str]:
         """Hash everything that a step may change, part by part."""
@@ -431,9 +427,9 @@ def _in_two_stages() -> contextlib.AbstractContextManager[Any]:
 
 
 def _scaler_not_loaded() -> contextlib.AbstractContextManager[Any]:
-    from megatron_muon.optimizer.grad_scaler import SharedGradScaler
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    return mock.patch.object(SharedGradScaler, "load_state_dict")
+    return mock.patch.object(DynamicGradScaler, "load_state_dict")
 
 
 CHANGES: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {

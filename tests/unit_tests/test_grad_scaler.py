@@ -127,11 +127,10 @@ def test_scale_moves_up_down_and_stays():
 
 
 @pytest.mark.parametrize("way", ["owner", "no layout"])
-def test_every_child_saves_the_same_scaler(way):
-    """Two children on every rank: Muon's and the scalar optimizer's."""
+def test_every_rank_saves_the_same_scaler(way):
     for ranks in RUNS.steps(f"saved, {way}, None"):
-        assert len({state for record in ranks for state in record.saved}) == 1
-        assert all(len(record.saved) == 2 for record in ranks)
+        (saved,) = {record.saved for record in ranks}
+        assert "growth_tracker" in saved
 
 
 @pytest.mark.parametrize("way", ["owner", "no layout", "no distributed optimizer"])
