@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, get_args
 
 import torch
 
-from megatron_muon.checkpoint.contents import Contents, family
-from megatron_muon.checkpoint.keys import canonical
+from megatron_muon.checkpoint.contents import Contents, Name, names_of, place_of
+from megatron_muon.checkpoint.keys import MASTER, SHARDED_MASTER, alone
 from megatron_muon.errors import CheckpointError
 
 Verdict = Literal["equal", "different", "other shape", "other dtype", "only here", "only there"]
@@ -25,8 +25,9 @@ class TensorComparison:
 
     Attributes:
         family: ``weights``, or the name of the optimizer's state.
-        name: The model's key, or the key in the file of what lies by no model's key.
-        here: Key in the first checkpoint.
+        name: The model's key, with a place (:func:`~.keys.alone`) for one of several layers, or
+            the key in the file of what lies by no model's key.
+        here: Key in the first checkpoint, of which it may be a part.
         there: Key in the second.
         verdict: Equal is to the last bit.
         num_different: Elements whose bits, or values if dtypes differ, are not equal.
@@ -83,8 +84,10 @@ class Comparison:
 def compare(here: Contents, there: Contents) -> Comparison:
     """Compare two checkpoints; one pair of tensors is in memory at a time.
 
-    Optimizer state is matched by parameter and kind (:func:`~.keys.canonical`), so that one of
-    Megatron's own is compared with one of this package.
+    Optimizer state is matched by parameter and kind (:func:`~.contents.names_of`), so that one of
+    Megatron's own is compared with one of this package. Where one has the state of all layers
+    under one key and the other that of some, it is matched layer by layer. The second copy of a
+    master is matched with the master where the other has no second copy.
 
     Raises:
         CheckpointError: They are of different formats, or one cannot be read.
@@ -128,44 +131,86 @@ def _unlike(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[TextC
             yield TextComparison(name, here.get(name), there.get(name))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A whole tensor of a checkpoint, or what of it is at a place on its first axes."""
+
+    contents: Contents
+    key: str
+    place: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.contents.tensors[self.key].shape[len(self.place) :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.contents.tensors[self.key].dtype
+
+    def read(self) -> torch.Tensor:
+        whole = self.contents.read(self.key)
+        return whole[self.place] if self.place else whole
+
+
+class _Names:
+    """The tensors of a checkpoint by what they are."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self.keys = {name: key for key, name in names_of(contents.tensors).items()}
+        self._num_axes: dict[Name, int] = {}
+        for state, model_key in self.keys:
+            whole, place = place_of(model_key)
+            if place:
+                self._num_axes[state, whole] = len(place)
+
+    def as_there(self, there: _Names) -> Iterator[Name]:
+        """Yield the names, of the layers one by one where the other has them so."""
+        for name, key in self.keys.items():
+            num_axes = 0 if name in there.keys else there._num_axes.get(name, 0)
+            if not num_axes:
+                yield name
+                continue
+            for place in product(*map(range, self.contents.tensors[key].shape[:num_axes])):
+                yield name[0], alone(name[1], place)
+
+    def find(self, name: Name) -> _Part | None:
+        """Return a tensor by its name, or the part of the common one that it is."""
+        state, model_key = name
+        if name in self.keys:
+            return _Part(self.contents, self.keys[name], ())
+        whole, place = place_of(model_key)
+        key = self.keys.get((state, whole)) if place else None
+        if key is not None:
+            shape = self.contents.tensors[key].shape
+            if len(place) <= len(shape) and all(i < n for i, n in zip(place, shape, strict=False)):
+                return _Part(self.contents, key, place)
+        return self.find((MASTER, model_key)) if state == SHARDED_MASTER else None
+
+
 def _tensors(here: Contents, there: Contents) -> Iterator[TensorComparison]:
-    left, right = _by_name(here), _by_name(there)
-    for name in sorted(left.keys() | right.keys()):
-        if name in left and name in right:
-            yield _compare_tensor(here, there, left[name], right[name], name)
-        else:
-            yield TensorComparison(
-                family=name[0],
-                name=name[1],
-                here=left.get(name),
-                there=right.get(name),
-                verdict="only here" if name in left else "only there",
-            )
+    left, right = _Names(here), _Names(there)
+    for name in sorted({*left.as_there(right), *right.as_there(left)}):
+        yield _compare_tensor(left.find(name), right.find(name), name)
 
 
-def _by_name(contents: Contents) -> dict[tuple[str, str], str]:
-    """Return the keys of all tensors by family and the model's key, if each is there once."""
-    names = {key: canonical(key) or (family(key), key) for key in contents.tensors}
-    count = Counter(names.values())
-    return {name if count[name] == 1 else (name[0], key): key for key, name in names.items()}
-
-
-def _compare_tensor(
-    here: Contents, there: Contents, left: str, right: str, name: tuple[str, str]
-) -> TensorComparison:
-    a, b = here.tensors[left], there.tensors[right]
-    if a.shape != b.shape:
-        return TensorComparison(
-            family=name[0], name=name[1], here=left, there=right, verdict="other shape"
-        )
-    found = _measure(here.read(left), there.read(right))
-    verdict: Verdict = "equal" if found.num_different == 0 else "different"
-    return TensorComparison(
+def _compare_tensor(here: _Part | None, there: _Part | None, name: Name) -> TensorComparison:
+    told = TensorComparison(
         family=name[0],
         name=name[1],
-        here=left,
-        there=right,
-        verdict=verdict if a.dtype == b.dtype else "other dtype",
+        here=None if here is None else here.key,
+        there=None if there is None else there.key,
+        verdict="only there" if here is None else "only here",
+    )
+    if here is None or there is None:
+        return told
+    if here.shape != there.shape:
+        return replace(told, verdict="other shape")
+    found = _measure(here.read(), there.read())
+    verdict: Verdict = "equal" if found.num_different == 0 else "different"
+    return replace(
+        told,
+        verdict=verdict if here.dtype == there.dtype else "other dtype",
         num_different=found.num_different,
         numel=found.numel,
         max_abs=found.max_abs,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +17,18 @@ import torch
 
 from megatron_muon.checkpoint import files, record
 from megatron_muon.checkpoint.files import CheckpointFormat, StoredTensor
-from megatron_muon.checkpoint.keys import MASTER, STATES, STEP, canonical
+from megatron_muon.checkpoint.keys import (
+    MASTER,
+    SHARDED_MASTER,
+    STATES,
+    STEP,
+    canonical,
+    state_key,
+)
 from megatron_muon.errors import CheckpointError
+
+type Name = tuple[str, str]
+"""What a tensor is (:func:`family`), and the model's key or, without one, that in the file."""
 
 WEIGHTS = "weights"
 
@@ -44,6 +56,10 @@ _COMMON = (
 """What the ranks' files of the ``torch`` format have alike."""
 _SET_UP = ("param_groups", "ranges", record.RECORD)
 """What of the optimizer in a rank's file says how the run was set up."""
+_OPTIMIZER_FILE = "layer_wise_optimizer_"
+"""How the files of the ``torch`` format begin from which a rank's optimizer is loaded (0.19.2,
+training/checkpointing.py:2565)."""
+_ALONE = re.compile(r"(?P<whole>.+)\.at_(?P<place>\d+(?:_\d+)*)")
 _LONG = 8
 
 
@@ -59,6 +75,7 @@ class Contents:
             the rank's folder and the file.
         iteration: How many steps the run had made.
         consumed_samples: How many training samples.
+        no_optimizer: Why it has no optimizer state, ``None`` if it has.
         precision: Of the weights: ``fp32``, ``bf16`` or ``fp16``, and fp8's recipe if it was on.
         sizes: On which ranks it ran, by the names of :data:`SIZES`.
         record: This package's record of the run, ``None`` in a checkpoint of Megatron's own.
@@ -75,6 +92,7 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
     iteration: int | None
     consumed_samples: int | None
+    no_optimizer: str | None
     precision: str
     sizes: Mapping[str, int]
     record: Mapping[str, Any] | None
@@ -94,6 +112,11 @@ def read_contents(path: Path) -> Contents:
     Raises:
         CheckpointError: There is no checkpoint, or it is torn or of another format.
     """
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: this is a file, expected a folder iter_XXXXXXX or one of --save. It lies in "
+            f"{path.absolute().parent}."
+        )
     folder = files.iteration_folder(path)
     if files.checkpoint_format(folder) == "torch_dist":
         return _of_index(folder)
@@ -113,6 +136,36 @@ def family(key: str) -> str:
     if state in STATES and (".gbuf_idx_" in key or "/" in key):
         return MASTER if state == "param" else state
     return WEIGHTS if "optimizer" not in key else "other"
+
+
+def names_of(keys: Iterable[str]) -> dict[str, Name]:
+    """Return what each tensor of a checkpoint is, and the model's key, by its key in the file.
+
+    A scalar's master can be there twice (:data:`~.keys.SHARDED_MASTER`, for Megatron's own loader):
+    then the second one is no :data:`~.keys.MASTER` but a kind of its own, ``param``.
+    """
+    known = {key: canonical(key) or (family(key), key) for key in keys}
+    second = {
+        key for key, name in known.items() if key.endswith(state_key(SHARDED_MASTER, name[1]))
+    }
+    masters = {name for key, name in known.items() if key not in second}
+    for key in second:
+        state, model_key = known[key]
+        if {(state, model_key), (state, place_of(model_key)[0])} & masters:
+            known[key] = SHARDED_MASTER, model_key
+    count = Counter(known.values())
+    return {key: name if count[name] == 1 else (name[0], key) for key, name in known.items()}
+
+
+def place_of(model_key: str) -> tuple[str, tuple[int, ...]]:
+    """Return the model's common key and the place on its axes, of what :func:`~.keys.alone` named.
+
+    The place is empty in any other key.
+    """
+    match = _ALONE.fullmatch(model_key)
+    if match is None:
+        return model_key, ()
+    return match["whole"], tuple(map(int, match["place"].split("_")))
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -199,6 +252,7 @@ def _of_rank_folders(folder: Path) -> Contents:
     values: dict[str, torch.Tensor] = {}
     state: dict[str, str] = {}
     for rank in files.rank_folders(folder):
+        has_optimizer_files = any(name.startswith(_OPTIMIZER_FILE) for name in rank.files)
         if files.RANK_FILE not in rank.files:
             raise CheckpointError(f"{rank.path}: there is no {files.RANK_FILE}.")
         for name in rank.files:
@@ -206,18 +260,25 @@ def _of_rank_folders(folder: Path) -> Contents:
             content = files.load_file(rank.path / name, mmap=True)
             if not isinstance(content, dict):
                 raise CheckpointError(f"{rank.path / name}: it holds no dict.")
+            if name == files.RANK_FILE and has_optimizer_files:
+                # Megatron writes one rank's optimizer here too, and never loads it from here.
+                content.pop("optimizer", None)
             optimizer = content if record.RECORD in content else content.get("optimizer")
             alike = {key: content[key] for key in _COMMON if key in content}
             common = {**alike, **({"optimizer": optimizer} if optimizer else {}), **common}
             file = f"{rank.path.name}/{name}"
             for key, leaf in _leaves_of_rank(content, file):
-                if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and "rng_state" not in key:
+                if _is_large(leaf) and "rng_state" not in key:
                     values[key] = leaf
                     nbytes = leaf.numel() * leaf.itemsize
                     tensors[key] = StoredTensor(key, tuple(leaf.shape), leaf.dtype, (file,), nbytes)
                 else:
                     state[key] = _text(leaf)
     return _described(folder, "torch", tensors, common, state, values.__getitem__)
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.numel() > 1
 
 
 def _leaves_of_rank(content: Mapping[Any, Any], file: str) -> Iterator[tuple[str, Any]]:
@@ -283,6 +344,8 @@ def _described(
     if optimizer.step is not None:
         state["scalar optimizer.step"] = repr(optimizer.step)
     state |= {f"loss scaler.{key}": value for key, value in optimizer.scaler.items()}
+    described = {key: common[key] for key in _DESCRIBED if key in common}
+    has_optimizer = bool(common.get("optimizer")) or any(family(key) != WEIGHTS for key in tensors)
     return Contents(
         path=folder,
         format=kind,
@@ -294,15 +357,23 @@ def _described(
         tensors=tensors,
         iteration=common.get("iteration"),
         consumed_samples=args.get("consumed_train_samples"),
+        no_optimizer=None if has_optimizer else _why_no_optimizer(args),
         precision=_precision(args),
         sizes={short: args[name] for short, name in SIZES.items() if args.get(name) is not None},
         record=optimizer.record,
         step=optimizer.step,
         scaler=optimizer.scaler,
         state=state,
-        described=dict(flatten({key: common[key] for key in _DESCRIBED if key in common})),
+        # In the ``torch`` format the optimizer's part holds its tensors, which are told above.
+        described={
+            name: _text(leaf) for name, leaf in _leaves(described, "") if not _is_large(leaf)
+        },
         read=read,
     )
+
+
+def _why_no_optimizer(args: Mapping[str, Any]) -> str:
+    return "saved with --no-save-optim" if args.get("no_save_optim") else "no optimizer state"
 
 
 def _precision(args: Mapping[str, Any]) -> str:

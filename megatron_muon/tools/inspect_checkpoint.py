@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,10 +25,15 @@ if TYPE_CHECKING:
 _WIDTH = 100
 _LABEL = 18
 _MAX_LINES = 8
+_EXIT_CODES = (
+    "exit code: 0 if it is shown, and with --diff if a run continues alike from both; 1 if not; "
+    "2 if there is no checkpoint, it is torn, or an argument is wrong"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to the parser of the subcommand."""
+    parser.epilog = _EXIT_CODES
     parser.add_argument(
         "checkpoint",
         type=Path,
@@ -37,12 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--diff",
         type=Path,
         metavar="OTHER",
-        help="compare with another checkpoint; exit 0 if a run continues alike, else 1",
+        help="compare with another checkpoint",
     )
     parser.add_argument(
         "--keys",
         metavar="PATTERN",
-        help="list every tensor whose key matches, such as '*momentum*'",
+        help="list every tensor whose key matches, such as '*momentum*fc1*'; without *, ? and [ "
+        "every one whose key has it in it",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON too")
 
@@ -68,11 +76,22 @@ def main(options: argparse.Namespace) -> int:
         report["comparison"] = asdict(comparison) | {"is_equal": comparison.is_equal}
         lines = _difference(here, there, comparison, options.keys)
         code = 0 if comparison.is_equal else 1
-    for line in lines:
-        print(line)
+    _print(lines)
     if options.json is not None:
         _write(options.json, report)
     return code
+
+
+def _print(lines: Iterable[str]) -> None:
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as head, has enough. What is still buffered must go somewhere, or Python
+        # complains at its end.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _summary(contents: Contents, pattern: str | None) -> Iterator[str]:
@@ -87,7 +106,7 @@ def _summary(contents: Contents, pattern: str | None) -> Iterator[str]:
     yield from _entry("iteration", f"{contents.iteration}, {contents.consumed_samples} samples")
     yield from _entry("precision", contents.precision)
     yield from _entry("ran on", _pairs(contents.sizes))
-    yield from _record(contents.record)
+    yield from _record(contents)
     if contents.step is not None:
         yield from _entry("scalar optimizer", f"{contents.step} steps")
     if contents.scaler:
@@ -106,7 +125,11 @@ def _summary(contents: Contents, pattern: str | None) -> Iterator[str]:
         yield from _keys(contents, pattern)
 
 
-def _record(record: Mapping[str, Any] | None) -> Iterator[str]:
+def _record(contents: Contents) -> Iterator[str]:
+    record = contents.record
+    if contents.no_optimizer is not None:
+        yield from _entry("optimizer", f"none: {contents.no_optimizer}")
+        return
     if record is None:
         yield from _entry("optimizer", "Megatron's own: there is no record of this package")
         return
@@ -118,11 +141,11 @@ def _record(record: Mapping[str, Any] | None) -> Iterator[str]:
 
 def _families(contents: Contents) -> Iterator[str]:
     """Yield the table of what there is of each kind, and all of it."""
-    from megatron_muon.checkpoint.contents import family
+    from megatron_muon.checkpoint.contents import names_of
 
     kinds: dict[str, list[Any]] = {}
-    for tensor in contents.tensors.values():
-        kinds.setdefault(family(tensor.key), []).append(tensor)
+    for key, (kind, _) in names_of(contents.tensors).items():
+        kinds.setdefault(kind, []).append(contents.tensors[key])
     rows = [("", "tensors", "elements", "bytes", "dtypes")]
     for kind, tensors in [*kinds.items(), ("all", list(contents.tensors.values()))]:
         rows.append(
@@ -142,18 +165,24 @@ def _keys(contents: Contents, pattern: str) -> Iterator[str]:
     rows += [
         (key, "x".join(map(str, tensor.shape)), _dtype(tensor.dtype), f"{tensor.nbytes:,}")
         for key, tensor in contents.tensors.items()
-        if fnmatchcase(key, pattern)
+        if _has(key, pattern)
     ]
-    if len(rows) == 1:
-        yield f"no key matches {pattern!r}"
-        return
-    yield from _table(rows)
+    yield from _table(rows) if len(rows) > 1 else _no_key(pattern)
+
+
+def _has(key: str, pattern: str) -> bool:
+    """Whether a key matches; a pattern without wildcards need not be all of it."""
+    return fnmatchcase(key, pattern) if set("*?[") & set(pattern) else pattern in key
+
+
+def _no_key(pattern: str) -> Iterator[str]:
+    yield f"no key matches {pattern!r}"
 
 
 def _difference(
     here: Contents, there: Contents, comparison: Comparison, pattern: str | None
 ) -> Iterator[str]:
-    """Yield the comparison: counts by kind, the first that differ, then the rest of the state."""
+    """Yield the comparison: counts by kind, the worst that differ, then the rest of the state."""
     yield from _entry("here", f"{here.path}")
     yield from _entry("there", f"{there.path}")
     yield ""
@@ -163,7 +192,9 @@ def _difference(
     if pattern is not None:
         shown = [t for t in comparison.tensors if _matches(t, pattern)]
         limit = None
-    yield from _some([_tensor_line(item) for item in shown], limit)
+        if not shown:
+            yield from _no_key(pattern)
+    yield from _some([_tensor_line(item) for item in sorted(shown, key=_rank)], limit)
     yield ""
     yield f"other state: {comparison.num_alike} alike, {len(comparison.state)} not"
     yield from _some([_text_line(item) for item in comparison.state], _MAX_LINES)
@@ -194,7 +225,14 @@ def _verdicts(tensors: Iterable[TensorComparison]) -> Iterator[tuple[str, ...]]:
 
 
 def _matches(item: TensorComparison, pattern: str) -> bool:
-    return any(key is not None and fnmatchcase(key, pattern) for key in (item.here, item.there))
+    return any(key is not None and _has(key, pattern) for key in (item.here, item.there))
+
+
+def _rank(item: TensorComparison) -> tuple[int, float]:
+    """Return what to sort by: what differs in more than values, then relative differences."""
+    relative = item.max_abs / item.max_value if item.max_value else item.max_abs
+    of_verdict = {"different": 1, "equal": 2}.get(item.verdict, 0)
+    return of_verdict, -math.inf if math.isnan(relative) else -relative
 
 
 def _tensor_line(item: TensorComparison) -> str:
@@ -254,9 +292,10 @@ def _dtype(dtype: Any) -> str:
 
 
 def _as_json(contents: Contents) -> dict[str, Any]:
-    from megatron_muon.checkpoint.contents import family
+    from megatron_muon.checkpoint.contents import names_of
 
-    plain = ("format", "iteration", "consumed_samples", "precision", "step")
+    names = names_of(contents.tensors)
+    plain = ("format", "iteration", "consumed_samples", "no_optimizer", "precision", "step")
     mappings = ("file_nbytes", "sizes", "scaler", "state", "described")
     return {
         "path": f"{contents.path}",
@@ -266,7 +305,7 @@ def _as_json(contents: Contents) -> dict[str, Any]:
         "tensors": [
             {
                 "key": tensor.key,
-                "family": family(tensor.key),
+                "family": names[tensor.key][0],
                 "shape": tensor.shape,
                 "dtype": _dtype(tensor.dtype),
                 "nbytes": tensor.nbytes,

@@ -15,6 +15,7 @@ NORM = "decoder.final_layernorm.weight"
 MOMENTUM = f"optimizer.state.momentum_buffer.{WEIGHT}"
 MASTER = f"optimizer.state.fp32_param.{WEIGHT}"
 NORM_MASTER = f"optimizer.state.param.{NORM}"
+NORM_COPIED = f"optimizer.state.fp32_param.{NORM}"
 NORM_MEAN = f"optimizer.state.exp_avg.{NORM}"
 RNG = "rng_state"
 

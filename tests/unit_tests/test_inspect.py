@@ -25,6 +25,7 @@ from tests.unit_tests.inspect_job import (
     MASTER,
     MOMENTUM,
     NORM,
+    NORM_COPIED,
     NORM_MASTER,
     NORM_MEAN,
     WEIGHT,
@@ -72,6 +73,31 @@ def without(key):
     return {name: value for name, value in tensors().items() if name != key}
 
 
+def twice(second=None):
+    """Return all tensors, with a scalar's master under both of its names."""
+    master = tensors()[NORM_MASTER]
+    return tensors() | {NORM_MASTER: master if second is None else second, NORM_COPIED: master}
+
+
+def one_by_one(*layers, states=(MOMENTUM,)):
+    """Return all tensors, with states of these layers under keys of their own."""
+    values = tensors()
+    for key in states:
+        whole = values.pop(key)
+        values |= {f"{key}.at_{layer}": whole[layer] for layer in layers}
+    return values
+
+
+def worse():
+    """Return tensors of which one is another shape, one NaN, and two differ by little and much."""
+    values = tensors()
+    values[NORM] = torch.zeros(5, dtype=torch.bfloat16)
+    values[MASTER][0, 0, 0] = math.nan
+    values[MOMENTUM] *= 1.001
+    values[NORM_MEAN] *= -1
+    return values
+
+
 CHECKPOINTS = {
     "base": {},
     "again": {},
@@ -92,6 +118,17 @@ CHECKPOINTS = {
     "other_scaler": {"common": with_scaler(512.0)},
     "seed": {"seed": 4},
     "set_up": {"common": common(tensor_model_parallel_size=1, lr=1.0)},
+    "twice": {"tensors": twice()},
+    "twice_unlike": {"tensors": twice(torch.zeros(4))},
+    "layer_1": {"tensors": one_by_one(1)},
+    "both_layers": {"tensors": one_by_one(0, 1, states=(MOMENTUM, MASTER))},
+    "worse": {"tensors": worse()},
+    "no_optimizer": {
+        "tensors": {key: tensors()[key] for key in (WEIGHT, NORM)},
+        "common": {
+            key: value for key, value in common(no_save_optim=True).items() if key != "optimizer"
+        },
+    },
     "one_generator": {"rng_ranks": 1, "common": common(tensor_model_parallel_size=1)},
 }
 
@@ -223,6 +260,43 @@ class TestAComparison:
         assert found.is_equal
         assert found.of_other_ranks == ("rng_state",)
 
+    def test_a_second_copy_of_a_master_is_compared_apart(self, saved):
+        found = comparison(saved, "twice", "twice_unlike")
+        (item,) = unlike(found).values()
+        assert (item.family, item.name, item.here) == ("param", NORM, NORM_MASTER)
+        masters = [t for t in found.tensors if t.family == "fp32_param"]
+        assert [(t.name, t.here) for t in masters] == [(NORM, NORM_COPIED), (WEIGHT, MASTER)]
+
+    @pytest.mark.parametrize("names", [("twice", "base"), ("base", "twice")])
+    def test_a_second_copy_is_compared_with_the_only_one_of_another(self, saved, names):
+        found = comparison(saved, *names)
+        assert found.is_equal
+        (item,) = (t for t in found.tensors if t.family == "param")
+        assert (item.here, item.there) == (NORM_MASTER, NORM_MASTER)
+        assert [key for key, _ in unlike(comparison(saved, "base", "twice_unlike"))] == ["param"]
+
+    def test_states_of_single_layers_are_compared_with_those_of_all(self, saved):
+        assert comparison(saved, "layer_1", "layer_1").is_equal
+        for names in (("base", "both_layers"), ("both_layers", "base")):
+            found = comparison(saved, *names)
+            assert found.is_equal
+            assert len(found.tensors) == len(tensors()) + 2
+        found = comparison(saved, "momentum", "both_layers")
+        (item,) = unlike(found).values()
+        assert (item.family, item.name) == ("momentum_buffer", f"{WEIGHT}.at_0")
+        assert (item.here, item.there) == (MOMENTUM, f"{MOMENTUM}.at_0")
+        assert (item.num_different, item.numel) == (1, 24)
+
+    def test_a_layer_that_only_one_has_the_state_of_is_named(self, saved):
+        for names, verdict in (
+            (("base", "layer_1"), "only here"),
+            (("layer_1", "both_layers"), "only there"),
+        ):
+            found = unlike(comparison(saved, *names))
+            assert {name: item.verdict for name, item in found.items()} == {
+                ("momentum_buffer", f"{WEIGHT}.at_0"): verdict
+            }
+
     def test_one_pair_of_tensors_is_in_memory_at_a_time(self, saved):
         alive, most = weakref.WeakSet(), []
 
@@ -324,6 +398,73 @@ class TestTheCommand:
         _, shown, _ = inspect(capsys, saved / "base", "--keys", "nothing")
         assert "no key matches 'nothing'" in shown
 
+    def test_a_key_without_wildcards_is_found_by_a_part_of_it(self, saved, capsys):
+        lists = [
+            inspect(capsys, saved / "base", "--keys", pattern)[1].partition("\nkey ")[2]
+            for pattern in ("linear_fc1", "*linear_fc1*")
+        ]
+        assert lists[0] == lists[1] != ""
+        _, shown, _ = inspect(capsys, saved / "base", "--keys", "linear_fc?")
+        assert "no key matches 'linear_fc?'" in shown
+        line = (saved / "base", "--diff", saved / "again", "--keys")
+        _, shown, _ = inspect(capsys, *line, "linear_fc1")
+        assert f"  momentum_buffer {WEIGHT}: equal" in shown
+        _, shown, _ = inspect(capsys, *line, "linear_fc3")
+        assert "no key matches 'linear_fc3'" in shown
+
+    def test_a_checkpoint_without_optimizer_says_so(self, saved, capsys):
+        _, shown, _ = inspect(capsys, saved / "no_optimizer")
+        assert re.search(r"^optimizer +none: saved with --no-save-optim$", shown, re.MULTILINE)
+        _, shown, _ = inspect(capsys, saved / "base")
+        assert "no-save-optim" not in shown
+
+    def test_each_master_counts_once_and_its_second_copy_apart(self, saved, capsys):
+        _, shown, _ = inspect(capsys, saved / "twice")
+        for line in (
+            r"fp32_param +2 +52 +208 +float32",
+            r"param +1 +4 +16 +float32",
+            r"all +7 +160 +536 ",
+        ):
+            assert re.search(rf"^{line}", shown, re.MULTILINE), line
+        _, shown, _ = inspect(capsys, saved / "layer_1", "--keys", "at_")
+        assert re.search(r"^momentum_buffer +1 +24 +96 +float32", shown, re.MULTILINE)
+        assert re.search(rf"^{re.escape(MOMENTUM)}.at_1 +6x4 ", shown, re.MULTILINE)
+
+    def test_the_worst_differences_are_shown_first(self, saved, capsys):
+        _, shown, _ = inspect(capsys, saved / "base", "--diff", saved / "worse")
+        assert re.findall(r"^  (.+): (?:other shape|different)", shown, re.MULTILINE) == [
+            f"weights {NORM}",
+            f"fp32_param {WEIGHT}",
+            f"exp_avg {NORM}",
+            f"momentum_buffer {WEIGHT}",
+        ]
+
+    def test_a_file_is_said_to_be_one(self, saved, capsys):
+        file = saved / "base" / "iter_0000007" / "metadata.json"
+        code, _, error = inspect(capsys, file)
+        assert code == 2
+        assert f"{file}: this is a file, expected a folder" in error
+
+    def test_the_help_tells_the_exit_codes(self, capsys):
+        with pytest.raises(SystemExit):
+            inspect(capsys, "-h")
+        assert "2 if there is no checkpoint" in " ".join(capsys.readouterr().out.split())
+
+    def test_a_reader_that_has_enough_is_no_error(self, saved, tmp_path):
+        report = tmp_path / "report.json"
+        line = [str(saved / "base"), "--diff", str(saved / "momentum"), "--json", str(report)]
+        read, write = os.pipe()
+        os.close(read)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "megatron_muon", "inspect", *line],
+                stdout=write, stderr=subprocess.PIPE, text=True, timeout=100, check=False,
+            )  # fmt: skip
+        finally:
+            os.close(write)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert report.exists()
+
     def test_the_exit_code_says_whether_two_are_equal(self, saved, capsys):
         code, shown, _ = inspect(capsys, saved / "base", "--diff", saved / "again")
         assert code == 0
@@ -389,23 +530,25 @@ class TestTheFormatOfRanks:
             state = common()
             del state["optimizer"]
             model = {"output_layer.weight": torch.full((4, 2), rank + 0.5), "_extra_state": None}
-            torch.save(
-                {**state, "model": model, "rng_state": [{"torch": torch.arange(9)}]},
-                place / "model_optim_rng.pt",
-            )
+            optimizer = {
+                "muon": {"version": 1, "settings": {"layout": "none"}},
+                "param_groups": [{"lr": 0.1}],
+                "grad_scaler": {"scale": torch.tensor([8.0])},
+                "step": step,
+                "ranges": {"output_layer.weight": None},
+                "state": {"output_layer.weight": {"momentum_buffer": torch.full((4, 2), momentum)}},
+            }
+            # Megatron writes that of data-parallel rank 0 into both.
             torch.save(
                 {
-                    "muon": {"version": 1, "settings": {"layout": "none"}},
-                    "param_groups": [{"lr": 0.1}],
-                    "grad_scaler": {"scale": torch.tensor([8.0])},
-                    "step": step,
-                    "ranges": {"output_layer.weight": None},
-                    "state": {
-                        "output_layer.weight": {"momentum_buffer": torch.full((4, 2), momentum)}
-                    },
+                    **state,
+                    "model": model,
+                    "optimizer": optimizer,
+                    "rng_state": [{"torch": torch.arange(9)}],
                 },
-                place / file,
+                place / "model_optim_rng.pt",
             )
+            torch.save(optimizer, place / file)
         (folder / "latest_checkpointed_iteration.txt").write_text("7")
         return folder
 
@@ -431,6 +574,7 @@ class TestTheFormatOfRanks:
         assert compare(base, read_contents(self.write(tmp_path / "again"))).is_equal
         found = compare(base, read_contents(self.write(tmp_path / "momentum", momentum=3.0)))
         assert [item.max_abs for item in unlike(found).values()] == [2.0, 2.0]
+        assert (found.state, found.described) == ((), ())
         found = compare(base, read_contents(self.write(tmp_path / "step", step=8)))
         assert {item.name for item in found.state} == {
             "scalar optimizer.step",
