@@ -16,6 +16,7 @@ import json
 import math
 import pickle
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -132,32 +133,70 @@ def iteration_folder(path: Path) -> Path:
     is_iteration = (path / INDEX).exists() or (path / CONFIG).exists() or rank_folders(path)
     if is_iteration or _ITERATION.fullmatch(path.name):
         return path
-    found = _iterations(path)
-    there = f"It holds {_some(found)}" if found else "It holds no iter_XXXXXXX folder"
+    name = tracked(path)
+    if name is None:
+        raise CheckpointError(
+            f"{path}: there is no {TRACKER}, which a save writes last. {_what_else(path)}"
+        )
+    if not (path / name).is_dir():
+        raise CheckpointError(
+            f"{path / TRACKER}: it names {name}, which is not there. {_what_else(path)}"
+        )
+    return path / name
+
+
+def tracked(path: Path) -> str | None:
+    """Return the name of the folder that a tracker file names, ``None`` if there is no such file.
+
+    Args:
+        path: What ``--load`` takes.
+
+    Raises:
+        CheckpointError: The tracker file names no iteration.
+    """
     tracker = path / TRACKER
     if not tracker.is_file():
-        raise CheckpointError(
-            f"{path}: there is no {TRACKER}, which a save writes last. {there}. "
-            f"{_name_one(path, found)}"
-        )
+        return None
     text = tracker.read_text(errors="replace").strip()
-    if not (text == "release" or (text.isascii() and text.isdigit())):
-        raise CheckpointError(
-            f"{tracker}: it holds {text[:40]!r}, expected an iteration's number or 'release'. "
-            f"{there}. {_name_one(path, found)}"
-        )
-    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{tracker}: it names {folder.name}, which is not there. {there}. "
-            f"{_name_one(path, found)}"
-        )
-    return folder
+    if text == "release":
+        return text
+    if text.isascii() and text.isdigit():
+        return f"iter_{int(text):07d}"
+    raise CheckpointError(
+        f"{tracker}: it holds {text[:40]!r}, expected an iteration's number or 'release'. "
+        f"{_what_else(path)}"
+    )
+
+
+def iterations(path: Path) -> list[str]:
+    """Return the names of the iterations' folders in ``path``, a ``--load`` folder, in order."""
+    if not path.is_dir():
+        return []
+    return sorted(p.name for p in path.iterdir() if p.is_dir() and _ITERATION.fullmatch(p.name))
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """Whether ``path``, a ``--load`` folder, has any sign of a checkpoint, whole or torn."""
-    return path.is_dir() and ((path / TRACKER).exists() or bool(_iterations(path)))
+    """Whether ``path``, a ``--load`` folder, has a tracker file or a whole iteration's folder.
+
+    A first save that was cut off leaves neither.
+    """
+    return (path / TRACKER).exists() or any(is_whole(path / name) for name in iterations(path))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether an iteration's folder has what a save writes last; the bytes before are not read.
+
+    Of ``torch_dist`` these are the index and ``metadata.json``, of ``torch`` the ends of the files.
+    """
+    ranks = rank_folders(folder)
+    if ranks:
+        return all(has_end(rank.path / RANK_FILE) for rank in ranks)
+    return (folder / INDEX).is_file() and (folder / CONFIG).is_file()
+
+
+def has_end(file: Path) -> bool:
+    """Whether a file of ``torch.save`` is there to its end: what a zip file ends with."""
+    return zipfile.is_zipfile(file)
 
 
 def checkpoint_format(path: Path) -> CheckpointFormat:
@@ -468,14 +507,14 @@ def _common_key(index: CheckpointIndex) -> str | None:
     return next((key for key in index.objects if key.partition("/")[0] == COMMON_KEY), None)
 
 
-def _iterations(path: Path) -> list[str]:
-    return sorted(p.name for p in path.iterdir() if p.is_dir() and _ITERATION.fullmatch(p.name))
-
-
-def _name_one(path: Path, found: list[str]) -> str:
+def _what_else(path: Path) -> str:
+    found = iterations(path)
     if not found:
-        return "Give the folder that --save named."
-    return f"Write the number of a whole one to {path / TRACKER}, if that is meant."
+        return "It holds no iter_XXXXXXX folder. Give the folder that --save named."
+    return (
+        f"It holds {_some(found)}. Write the number of a whole one to {path / TRACKER}, if that is "
+        "meant."
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -5,13 +5,15 @@ A save over an iteration's folder that holds anything writes into a folder besid
     iter_0000004            the old one, whole or torn: what the tracker names stays loadable
     replacing_iter_0000004  the new one, while it is written
 
-When all ranks have written, two renames swap them (:func:`put_in_place`). What a process that ends
-between the two leaves behind is put right before the next load (:func:`settle`). Neither name
-begins with ``iter_``: Megatron takes such folders for iterations.
+When all ranks have written, two renames swap them (:func:`put_in_place`), the old one to
+``replaced_iter_0000004``. What a process that ends between the two leaves behind is put right
+before the next load (:func:`settle`), and removed by the next save (:func:`drop_replaced`). None of
+these names begins with ``iter_``: Megatron takes such folders for iterations.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -28,6 +30,19 @@ def holds_anything(folder: Path) -> bool:
 def staging_folder(folder: Path) -> Path:
     """Return where the new contents of a folder that is not empty are written."""
     return folder.with_name(_NEW + folder.name)
+
+
+def placed(path: Path, parent: Path) -> Path:
+    """Return where a path in a :func:`staging_folder` of ``parent`` lies once that is in place."""
+    if not path.is_relative_to(parent) or path == parent:
+        return path
+    first, *rest = path.relative_to(parent).parts
+    return parent.joinpath(first.removeprefix(_NEW), *rest)
+
+
+def replaced_folders(parent: Path) -> list[Path]:
+    """Return the folders of ``parent`` that have an old one aside: a replacement was cut off."""
+    return sorted(old.with_name(old.name.removeprefix(_OLD)) for old in parent.glob(f"{_OLD}*"))
 
 
 def put_in_place(folder: Path) -> None:
@@ -51,10 +66,32 @@ def put_in_place(folder: Path) -> None:
 def settle(folder: Path) -> None:
     """End a :func:`put_in_place` that was cut off between its two renames.
 
-    The old folder is moved away only once the new one is whole, so its being away shows that.
+    The old folder is moved away only once the new one is whole, so its being away shows that. This
+    gives a folder that is missing its name back and does nothing else, neither moves ``folder``
+    nor removes anything: of several processes each may call it.
     """
-    if not folder.exists() and folder.with_name(_OLD + folder.name).is_dir():
-        put_in_place(folder)
+    old = folder.with_name(_OLD + folder.name)
+    if not old.is_dir():
+        return
+    for source in (staging_folder(folder), old):
+        if folder.exists():
+            return
+        try:
+            source.rename(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                raise
+
+
+def drop_replaced(folder: Path) -> None:
+    """Remove the old folder that a :func:`put_in_place` which was cut off has left aside.
+
+    Of several processes one calls it, when none can be in :func:`settle` any more.
+    """
+    if folder.exists():
+        shutil.rmtree(folder.with_name(_OLD + folder.name), ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -10,23 +10,27 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import zipfile
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_muon.checkpoint.files import (
     CheckpointIndex,
     check_files,
     checkpoint_format,
+    has_end,
     holds_checkpoint,
     iteration_folder,
+    iterations,
     read_index,
+    tracked,
 )
-from megatron_muon.checkpoint.folders import settle
+from megatron_muon.checkpoint.folders import replaced_folders, settle
 from megatron_muon.collectives.agreement import gather, raise_together
 from megatron_muon.errors import CheckpointError
 from megatron_muon.integration.ddp import MUON_NAMES, megatron_args
@@ -36,6 +40,9 @@ _OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
 """Values of ``--ckpt-format`` whose folders are left to Megatron."""
 
 _OWN_RANK_FORMAT = "torch"
+
+_NON_PERSISTENT = "non_persistent"
+"""Where ``--non-persistent-ckpt-type global`` saves, in the ``--save`` folder."""
 
 _NOT_STRICT = ("ignore_all", "log_all", "log_unexpected", "return_all", "return_unexpected")
 """Values of ``--dist-ckpt-strictness`` with which a tensor that is not there is left out."""
@@ -76,14 +83,16 @@ def together[T](work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         group: The ranks; ``None`` for this process alone.
 
     Raises:
-        CheckpointError: The error of the first rank that has one, whatever it was.
+        CheckpointError: What the file system said to the first rank that has an error.
+        MuonError: Another error of that rank, as :func:`raise_together` tells it.
     """
 
     def told() -> T:
         try:
             return work()
         except OSError as error:
-            raise CheckpointError(f"{error.filename}: {error.strerror}.") from error
+            named = f"{error.filename}: {error.strerror}" if error.filename else f"{error}"
+            raise CheckpointError(f"{named}.") from error
 
     return told() if group is None else raise_together(told, group)
 
@@ -164,10 +173,22 @@ def _look(load: Path, args: Any) -> None:
     """Look at the folder that will be loaded; collective."""
     if args.non_persistent_ckpt_type == "local" or args.ckpt_format in _OTHER_FORMATS:
         return
+    if "://" in str(args.non_persistent_global_ckpt_dir):
+        return
     group = world()
-    is_first = group is None or group.rank() == 0
-    together(lambda: _check_folder(load, args) if is_first else None, group)
+    is_first = _is_first(group)
+
+    def look() -> None:
+        # Before there is a group no rank can wait for the first, and each reads the folder itself.
+        if is_first or group is None:
+            for replaced in replaced_folders(load):
+                settle(replaced)
+            _check_folder(load, args)
+
+    together(look, group)
     folder = together(lambda: _folder(load, args), group)
+    if folder is None and is_first:
+        _tell_of_torn(load)
     if group is None:
         return
     seen = gather(str(folder), group)
@@ -177,7 +198,41 @@ def _look(load: Path, args: Any) -> None:
                 f"--load {load}: rank 0 finds {seen[0]} there, rank {rank} finds {other}. Every "
                 "node has to see the same folder."
             )
-    together(lambda: _check_rank_file(load, folder, args), group)
+    together(lambda: _check_rank_file(folder), group)
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the first rank, also before there is a group.
+
+    With ``--use-checkpoint-args`` all ranks look at the folder before that.
+    """
+    return int(os.environ.get("RANK", "0")) == 0 if group is None else group.rank() == 0
+
+
+def _base(load: Path, args: Any) -> Path:
+    """Return whose tracker file Megatron goes by: that of ``--load`` or the non-persistent one.
+
+    Source: training/checkpointing.py:1476-1500, 1646-1683 of megatron-core 0.19.2.
+
+    Raises:
+        CheckpointError: One of the two is torn, or the first is lost.
+    """
+    if args.non_persistent_ckpt_type != "global":
+        return load
+    beside = Path(args.non_persistent_global_ckpt_dir or load / _NON_PERSISTENT)
+    other, name = tracked(beside), tracked(load)
+    if other is None:
+        return load
+    if other == "release":
+        raise CheckpointError(f"{beside}: a non-persistent checkpoint cannot be a release.")
+    if name is None and not args.ckpt_step and holds_checkpoint(load):
+        iteration_folder(load)  # says that its tracker file is lost: it may be the later one
+    latest = args.ckpt_step or (-1 if name is None else _iteration(name))
+    return beside if _iteration(other) >= latest else load
+
+
+def _iteration(name: str) -> int:
+    return 0 if name == "release" else int(name.removeprefix("iter_"))
 
 
 def _folder(load: Path, args: Any) -> Path | None:
@@ -186,6 +241,9 @@ def _folder(load: Path, args: Any) -> Path | None:
     Raises:
         CheckpointError: It is not clear which one to load, or it is not there.
     """
+    base = _base(load, args)
+    if base != load:
+        return iteration_folder(base)
     if getattr(args, "ckpt_step", None):
         folder = load / f"iter_{args.ckpt_step:07d}"
         if not folder.is_dir():
@@ -194,8 +252,8 @@ def _folder(load: Path, args: Any) -> Path | None:
     if not holds_checkpoint(load):
         if args.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"--load {load}: there is no checkpoint, and --exit-on-missing-checkpoint was "
-                "given."
+                f"--load {load}: there is no whole checkpoint, and --exit-on-missing-checkpoint "
+                "was given."
             )
         return None
     return iteration_folder(load)
@@ -203,15 +261,24 @@ def _folder(load: Path, args: Any) -> Path | None:
 
 def _check_folder(load: Path, args: Any) -> None:
     """Check all that one rank can check for all of them."""
-    if load.is_dir():
-        for old in load.glob("replaced_*"):
-            settle(load / old.name.removeprefix("replaced_"))
     folder = _folder(load, args)
     if folder is not None and checkpoint_format(folder) == "torch_dist":
         check_files(read_index(folder))
 
 
-def _check_rank_file(load: Path, folder: Path | None, args: Any) -> None:
+@functools.cache
+def _tell_of_torn(load: Path) -> None:
+    """Say once that the first save to a folder was cut off, if there is anything of it."""
+    if torn := iterations(load):
+        logger.warning(
+            "--load %s: %s is torn, a save was cut off, and there is no whole checkpoint: training "
+            "starts anew. The next save of that iteration replaces it.",
+            load,
+            _some(torn),
+        )
+
+
+def _check_rank_file(folder: Path | None) -> None:
     """Check this rank's own file of a ``--ckpt-format torch`` checkpoint."""
     from megatron.core import parallel_state
     from megatron.training.checkpointing import get_checkpoint_name
@@ -221,15 +288,13 @@ def _check_rank_file(load: Path, folder: Path | None, args: Any) -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
     is_release = folder.name == "release"
-    iteration = 0 if is_release else int(folder.name.removeprefix("iter_"))
-    file = Path(get_checkpoint_name(str(load), iteration, is_release))
+    file = Path(get_checkpoint_name(str(folder.parent), _iteration(folder.name), is_release))
     if not file.is_file():
         raise CheckpointError(
             f"{file}: this rank's file is missing. A checkpoint of --ckpt-format torch is loaded "
             "at the parallel sizes it was saved at."
         )
-    # What a zip file ends with is written last.
-    if not zipfile.is_zipfile(file):
+    if not has_end(file):
         raise CheckpointError(f"{file}: it is torn. Take an earlier iteration.")
 
 
@@ -312,6 +377,10 @@ def _requests(tree: Any) -> Iterator[StateRequest]:
 def _tensors(tree: Any) -> Iterator[ShardedTensor]:
     if isinstance(tree, ShardedTensor):
         yield tree
+    elif isinstance(tree, ShardedTensorFactory):
+        # Some copy what they cut; a tensor without memory gives the same keys and shapes.
+        probe = torch.empty(tree.data.shape, dtype=tree.data.dtype, device="meta")
+        yield from _tensors(tree.build_fn(tree.key, probe, tree.replica_id, tree.flattened_range))
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from _tensors(value)

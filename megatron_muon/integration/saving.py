@@ -26,8 +26,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.checkpoint.folders import (
+    drop_replaced,
     holds_anything,
+    placed,
     put_in_place,
+    replaced_folders,
     settle,
     staging_folder,
     sync_file,
@@ -54,9 +57,11 @@ class _Saves:
         failures: What could not be written of a folder that other ranks wait for.
         copies: Whether tensors in the CPU's memory are copied before they are written.
         is_in_process: Whether this very process writes.
+        finalize_fns: What ends the asynchronous save that is being started.
     """
 
     staged: Path | None = None
+    finalize_fns: list[Callable[[], None]] = field(default_factory=list)
     failures: dict[str, OSError] = field(default_factory=dict)
     copies: bool = False
     is_in_process: bool = False
@@ -90,6 +95,7 @@ def keeps_last_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             is_staged = gather(is_staged, group)[0]
         failure: Exception | None = None
         _saves.staged = save / name if is_staged else None
+        _saves.finalize_fns = []
         try:
             original(*args, **kwargs)
         except _TrackerError as error:
@@ -105,10 +111,33 @@ def keeps_last_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             raise _cannot_write(save / name, error) from error
         finally:
             _saves.staged = None
-        if not flags.async_save:
+        if flags.async_save:
+            _fail_together(_saves.finalize_fns)
+        else:
             together(lambda: _raise(failure), group)
 
     return save_checkpoint
+
+
+def _fail_together(steps: list[Callable[[], None]]) -> None:
+    """Turn a failure of the first rank at the end of an asynchronous save into one of all ranks.
+
+    Args:
+        steps: What Megatron does on this rank when all have written, in order; changed in place.
+    """
+    every = list(steps)
+
+    def finalize() -> None:
+        failure: Exception | None = None
+        try:
+            for step in every:
+                step()
+        except _TrackerError as error:
+            failure = CheckpointError(str(error))
+        together(lambda: _raise(failure), world())
+
+    # Empty if Megatron has handed them over to another request.
+    steps[:] = [finalize] if every else []
 
 
 def writes_beside(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +152,20 @@ def writes_beside(original: Callable[..., Any]) -> Callable[..., Any]:
         return str(staging_folder(kept) / Path(name).relative_to(kept))
 
     return get_checkpoint_name
+
+
+def names_place_to_wandb(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``on_save_checkpoint_success`` of wandb: what was written beside is in its place now."""
+
+    @functools.wraps(original)
+    def on_save_checkpoint_success(
+        checkpoint_path: Any, tracker_filename: Any, save_dir: Any, iteration: Any
+    ) -> Any:
+        if is_local(save_dir):
+            checkpoint_path = str(placed(Path(checkpoint_path), Path(save_dir)))
+        return original(checkpoint_path, tracker_filename, save_dir, iteration)
+
+    return on_save_checkpoint_success
 
 
 def writes_whole_trackers(original: Any) -> Any:
@@ -190,7 +233,9 @@ def _prepare(folder: Path, group: dist.ProcessGroup | None) -> bool:
             save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"--save {save}: it cannot be made: {error.strerror}.") from error
-        settle(folder)
+        for replaced in replaced_folders(save):
+            settle(replaced)
+            drop_replaced(replaced)
         if staging_folder(folder).exists():
             shutil.rmtree(staging_folder(folder))
     if save.exists() and not os.access(save, os.W_OK | os.X_OK):
@@ -238,6 +283,7 @@ def saves_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
         # In place: others add to this very list, and ours has to come before theirs.
         request.finalize_fns[:] = [finalize]
+        _saves.finalize_fns = request.finalize_fns
         return request
 
     return save

@@ -473,6 +473,15 @@ def _save_seams() -> list[Seam]:
             needed_by="training/checkpointing.py:save_checkpoint",
             expected=_takes(),
         ),
+        Seam(
+            module="megatron.training.wandb_utils",
+            name="on_save_checkpoint_success",
+            replace=saving.names_place_to_wandb,
+            why="is told the folder beside, which is renamed by then",
+            needed_by="training/checkpointing.py:save_checkpoint",
+            expected=_takes("checkpoint_path", "tracker_filename", "save_dir", "iteration"),
+            copied=True,
+        ),
         *(
             Seam(
                 module=module,

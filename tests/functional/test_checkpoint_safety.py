@@ -59,32 +59,45 @@ def test_a_folder_that_cannot_be_made_ends_the_job(tmp_path):
     refused(launch(line, tmp_path / "logs", timeout_s=100), f"--save {save}", "Not a directory")
 
 
-KILLED = f"""
+KILLED = """
 import os, runpy, signal, sys
 
 def killed(event, args):
-    if event == "open" and str(args[0]).endswith("iter_0000002/__1_0.distcp"):
+    if event == "open" and str(args[0]).endswith("iter_{iteration:07d}/__1_0.distcp"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":
         sys.addaudithook(killed)
-    runpy.run_path({STOCK_STYLE!r}, run_name="__main__")
+    runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def test_a_job_that_loses_a_rank_in_a_save_ends_and_can_be_resumed(tmp_path):
+@pytest.mark.parametrize("iteration", [1, 2])
+def test_a_job_that_loses_a_rank_in_a_save_ends_and_can_be_resumed(tmp_path, iteration):
     script, save = tmp_path / "killed.py", tmp_path / "checkpoints"
-    script.write_text(KILLED)
+    script.write_text(KILLED.format(iteration=iteration, script=STOCK_STYLE))
     line = run_on(1, str(script), *LINE, "--save", str(save), "--save-interval", "1")[0]
     job = torchrun(2, "megatron_muon", *line, timeout_s=200)
     assert job.code == 1, job.said
     assert "Signal 9 (SIGKILL)" in job.said
-    assert (save / TRACKER).read_text() == "1"
-    assert not (save / "iter_0000002" / "metadata.json").exists()
+    torn = f"iter_{iteration:07d}"
+    if iteration == 1:
+        assert not (save / TRACKER).exists()
+    else:
+        assert (save / TRACKER).read_text() == "1"
+    assert (save / torn).is_dir()
+    assert not (save / torn / "metadata.json").exists()
     line = run_on(2, STOCK_STYLE, *LINE, "--save", str(save), "--load", str(save),
                   "--save-interval", "1")  # fmt: skip
     job = launch(line, tmp_path / "logs", timeout_s=200)
     assert job.code == 0, job.said
     assert "iteration        2/       2" in job.said
-    assert "iteration        1/       2" not in job.said
+    assert ("iteration        1/       2" in job.said) == (iteration == 1)
+    assert ("there is no whole checkpoint" in job.said) == (iteration == 1)
+    assert (save / TRACKER).read_text() == "2"
+    assert {path.name for path in save.iterdir() if path.is_dir()} == {
+        "iter_0000001",
+        "iter_0000002",
+    }
+    assert all((save / f"iter_000000{i}" / "metadata.json").exists() for i in (1, 2))

@@ -189,6 +189,9 @@ TORN: dict[str, Callable[[Path, Path], object]] = {
     "no weight": lambda load, folder: _without(
         folder, lambda k: not k.startswith("optimizer.") and "linear_fc2.weight" in k
     ),
+    "no gated weight": lambda load, folder: _without(
+        folder, lambda k: not k.startswith("optimizer.") and "linear_fc1.weight" in k
+    ),
     "no tracker": lambda load, folder: (load / TRACKER).unlink(),
     "empty tracker": lambda load, folder: os.truncate(load / TRACKER, 0),
     "foreign tracker": lambda load, folder: (load / TRACKER).write_text("two"),
@@ -263,6 +266,18 @@ def load_torn(folder: str, *flags: str) -> dict[str, Loaded]:
             found["without optimizer, asked for"] = try_load(
                 run, root / "without", no_load_optim=True
             )
+            other = root / "other" / "non_persistent"
+            if is_first:
+                shutil.copytree(root / "whole", other)
+                shutil.copytree(root / "no_metadata.json", root / "cut_off")
+                (root / "cut_off" / TRACKER).unlink()
+                shutil.rmtree(root / "cut_off" / "iter_0000001")
+            dist.barrier()
+            found["first save cut off"] = try_load(run, root / "cut_off")
+            found["non-persistent alone"] = try_load(
+                run, root / "other", non_persistent_ckpt_type="global",
+                exit_on_missing_checkpoint=True,
+            )  # fmt: skip
         found["whole"] = try_load(run, root / "whole")
         assert run.values() == {1.0}
         return found
@@ -653,6 +668,7 @@ class Asynchronous:
         was_written: Whether it was whole before it was finalized.
         loaded: Digest of what was loaded.
         iteration: What was loaded.
+        error: Of a second save, whose tracker file cannot be written.
     """
 
     saved: str
@@ -660,10 +676,14 @@ class Asynchronous:
     was_written: bool
     loaded: str
     iteration: int
+    error: tuple[str, str] | None
 
 
 def save_while_training(folder: str, copies: bool) -> Asynchronous:
-    """Save asynchronously, train five steps before the first byte is written, finalize, load."""
+    """Save asynchronously, train five steps before the first byte is written, finalize, load.
+
+    Save once more, to a disk that is full when the tracker file is written.
+    """
     rank = os.environ["RANK"]
     os.environ[GATE] = f"{folder}/gate"
     os.mkfifo(f"{folder}/gate{rank}")
@@ -689,9 +709,20 @@ def save_while_training(folder: str, copies: bool) -> Asynchronous:
         was_written = (Path(save) / TRACKER).exists()
         with open(f"{folder}/gate{rank}", "w"):
             pass
-        maybe_finalize_async_save(blocking=True, terminate=True)
+        maybe_finalize_async_save(blocking=True)
         iteration = run.load(load=save)
-        return Asynchronous(saved, trained, was_written, run.digest(), iteration)
+        loaded = run.digest()
+        run.save(2)
+        with open(f"{folder}/gate{rank}", "w"):
+            pass
+        error = None
+        try:
+            with limited(_tracker_files(), "write_whole", 0):
+                maybe_finalize_async_save(blocking=True)
+        except Exception as raised:
+            error = (type(raised).__name__, str(raised))
+        maybe_finalize_async_save(blocking=True, terminate=True)
+        return Asynchronous(saved, trained, was_written, loaded, iteration, error)
 
     return as_run(
         use, "--save", save, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy",

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron_muon.checkpoint.files import (
     checkpoint_format,
     holds_checkpoint,
     iteration_folder,
+    iterations,
     rank_folders,
     read_common,
     read_index,
@@ -381,7 +383,32 @@ class TestTheFolder:
             CheckpointError, match=f"no {files.TRACKER}.*iter_0000005, iter_0000010"
         ):
             iteration_folder(folder)
-        assert holds_checkpoint(folder)
+        assert not holds_checkpoint(folder)  # which are empty
+
+    def test_what_is_whole_is_a_checkpoint_without_a_tracker_too(self, saved, tmp_path):
+        whole = Path(shutil.copytree(saved, tmp_path / "iter_0000007"))
+        (tmp_path / "iter_0000003").mkdir()
+        assert iterations(tmp_path) == ["iter_0000003", "iter_0000007"]
+        assert holds_checkpoint(tmp_path)
+        for last in (files.CONFIG, files.INDEX):
+            (whole / last).rename(tmp_path / last)
+            assert not holds_checkpoint(tmp_path)
+            (tmp_path / last).rename(whole / last)
+        (tmp_path / files.TRACKER).write_text("3")
+        (whole / files.CONFIG).unlink()
+        assert holds_checkpoint(tmp_path)
+
+    def test_files_of_ranks_are_whole_if_all_have_their_end(self, tmp_path):
+        rank_files = []
+        for rank in range(2):
+            folder = tmp_path / "iter_0000003" / f"mp_rank_{rank:02d}"
+            folder.mkdir(parents=True)
+            rank_files.append(folder / files.RANK_FILE)
+            assert not holds_checkpoint(tmp_path)
+            torch.save({"rank": torch.ones(rank + 1)}, rank_files[-1])
+            assert holds_checkpoint(tmp_path)
+        os.truncate(rank_files[1], rank_files[1].stat().st_size // 2)
+        assert not holds_checkpoint(tmp_path)
 
     def test_an_iteration_that_is_not_there_is_said(self, folder):
         (folder / files.TRACKER).write_text("15")

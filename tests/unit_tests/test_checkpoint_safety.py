@@ -1,12 +1,25 @@
 """Torn checkpoints are one error on all ranks; a failed save leaves the last whole one."""
 
+import logging
 import os
+import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_muon.checkpoint.folders import put_in_place, settle, staging_folder, write_whole
+from megatron_muon.checkpoint import folders
+from megatron_muon.checkpoint.folders import (
+    drop_replaced,
+    placed,
+    put_in_place,
+    replaced_folders,
+    settle,
+    staging_folder,
+    write_whole,
+)
+from megatron_muon.errors import CheckpointError
 from megatron_muon.testing.ranks import run_ranks
 from tests.unit_tests import checkpoint_safety_job as jobs
 
@@ -53,6 +66,7 @@ NAMES = {
     "no common state": ["iter_0000002", "common_state"],
     "no momentum": ["iter_0000002", "momentum_buffer", "linear_fc1"],
     "no weight": ["iter_0000002", "linear_fc2.weight"],
+    "no gated weight": ["iter_0000002", "linear_fc1.weight", "another model"],
     "no tracker": ["no latest_checkpointed_iteration.txt", "iter_0000002"],
     "empty tracker": ["latest_checkpointed_iteration.txt", "iter_0000002"],
     "foreign tracker": ["latest_checkpointed_iteration.txt", "'two'"],
@@ -68,7 +82,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def torn(tmp_path_factory):
-    return run_job(jobs.load_torn, tmp_path_factory.mktemp("torn"))
+    return run_job(jobs.load_torn, tmp_path_factory.mktemp("torn"), "--swiglu")
 
 
 @distributed
@@ -87,7 +101,13 @@ def test_every_way_to_tear_has_its_message(torn):
 @distributed
 @pytest.mark.parametrize(
     ("what", "iteration"),
-    [("need not be there", 0), ("without optimizer, asked for", 2), ("whole", 2)],
+    [
+        ("need not be there", 0),
+        ("first save cut off", 0),
+        ("without optimizer, asked for", 2),
+        ("non-persistent alone", 2),
+        ("whole", 2),
+    ],
 )
 def test_what_is_legal_loads(torn, what, iteration):
     assert [(r.error, r.iteration) for r in (found[what] for found in torn)] == [
@@ -178,7 +198,9 @@ def test_megatrons_own_save_over_a_checkpoint_does_not_survive_a_kill(tmp_path):
 @distributed
 @pytest.mark.parametrize("copies", [True, False])
 def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path, copies):
-    for found in run_job(jobs.save_while_training, tmp_path, copies):
+    results = run_job(jobs.save_while_training, tmp_path, copies)
+    error_on_all(results, "latest_checkpointed_iteration.txt", "File too large", "iter_0000002")
+    for found in results:
         assert found.saved != found.trained
         assert not found.was_written
         assert found.iteration == 1
@@ -243,6 +265,188 @@ def test_a_folder_is_old_or_new_at_every_moment(tmp_path):
     assert moment > 3
     assert read(folder)["a"] == "new"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def between_renames(parent, is_written=True):
+    """Make what a process leaves that ends between the two renames."""
+    parent.mkdir()
+    folder = parent / "iter_0000004"
+    old = parent / "replaced_iter_0000004"
+    folder_of(old, "old")
+    if is_written:
+        folder_of(staging_folder(folder), "new")
+    return folder, old
+
+
+def interleaved(line, work):
+    """Do something; at its n-th line another process does the same. Return whether it had one."""
+    left = line
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename != folders.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                work()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+@pytest.mark.parametrize(("is_written", "text"), [(True, "new"), (False, "old")])
+def test_several_processes_settle_at_once(tmp_path, is_written, text):
+    line, met = 0, True
+    while met:
+        folder, old = between_renames(tmp_path / f"{line}", is_written)
+        met = interleaved(line, lambda: settle(folder))  # noqa: B023
+        assert read(folder) == {"a": text, "b": text}
+        assert not is_written or read(old)["a"] == "old"
+        line += 1
+    assert line > 5
+
+
+def test_settling_leaves_what_is_in_place_and_the_next_save_removes_the_old(tmp_path):
+    folder, old = between_renames(tmp_path / "saved")
+    drop_replaced(folder)
+    assert old.is_dir()  # as long as it is the only one with a name
+    assert replaced_folders(folder.parent) == [folder]
+    settle(folder)
+    folder_of(staging_folder(folder), "torn")
+    settle(folder)
+    assert read(folder)["a"] == "new"
+    drop_replaced(folder)
+    assert (old.exists(), replaced_folders(folder.parent)) == (False, [])
+    assert read(folder)["a"] == "new"
+
+
+def look(load, **changed):
+    """Look at a folder as ``--use-checkpoint-args`` does, before there is a process group."""
+    from megatron_muon.integration.checkpointing import finds_whole_checkpoint
+
+    args = {
+        "optimizer": "muon", "auto_detect_ckpt_format": False, "ckpt_format": "torch_dist",
+        "ckpt_step": None, "non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None,
+        "exit_on_missing_checkpoint": False,
+    }  # fmt: skip
+    reads = finds_whole_checkpoint(lambda *of: (None, "", False, None))
+    return reads(str(load), SimpleNamespace(**args | changed), True)
+
+
+@pytest.mark.parametrize("rank", ["0", "1", None])
+def test_before_there_is_a_group_each_rank_settles(tmp_path, monkeypatch, rank):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    folder, old = between_renames(tmp_path / "saved")
+    (folder.parent / jobs.TRACKER).write_text("4")
+    with pytest.raises(CheckpointError, match="iter_0000004"):
+        look(folder.parent)
+    assert read(folder) == {"a": "new", "b": "new"}
+    assert old.is_dir()
+
+
+def test_a_first_save_that_was_cut_off_is_told_of_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    torn = tmp_path / "iter_0000004"
+    torn.mkdir()
+    (torn / ".metadata").touch()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            look(tmp_path)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"{tmp_path}" in warning
+    assert "iter_0000004 is torn" in warning
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        look(tmp_path, exit_on_missing_checkpoint=True)
+    (torn / "metadata.json").touch()
+    with pytest.raises(CheckpointError, match=f"there is no {jobs.TRACKER}"):
+        look(tmp_path)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_folder_that_is_looked_at_is_the_one_that_is_loaded(tmp_path, monkeypatch, is_given):
+    monkeypatch.delenv("RANK", raising=False)
+    load = tmp_path / "saved"
+    beside = tmp_path / "given" if is_given else load / "non_persistent"
+    for base, iteration in ((load, 4), (beside, 6)):
+        (base / f"iter_{iteration:07d}").mkdir(parents=True)
+        (base / jobs.TRACKER).write_text(f"{iteration}")
+    flags = {"non_persistent_ckpt_type": "global"}
+    if is_given:
+        flags["non_persistent_global_ckpt_dir"] = str(beside)
+
+    def looked_at(**more):
+        with pytest.raises(CheckpointError) as error:
+            look(load, **flags | more)
+        return str(error.value)
+
+    assert f"{beside}/iter_0000006: this is no checkpoint" in looked_at()
+    assert "--ckpt-step 7" in looked_at(ckpt_step=7)
+    (load / jobs.TRACKER).write_text("10")
+    assert f"{load}/{jobs.TRACKER}: it names iter_0000010" in looked_at()
+    (load / jobs.TRACKER).unlink()
+    assert f"{beside}/iter_0000006: this is no checkpoint" in looked_at()
+    for file in (".metadata", "metadata.json"):
+        (load / "iter_0000004" / file).touch()
+    assert f"{load}: there is no {jobs.TRACKER}" in looked_at()
+    shutil.rmtree(load / "iter_0000004")
+    (beside / jobs.TRACKER).write_text("")
+    assert f"{beside}/{jobs.TRACKER}: it holds ''" in looked_at()
+
+
+def test_an_error_of_the_file_system_is_one_of_the_checkpoint():
+    from megatron_muon.integration.checkpointing import together
+
+    def fail(error):
+        raise error
+
+    for error, told in (
+        (OSError("no space"), "no space."),
+        (FileNotFoundError(2, "No such file", "a.pt"), "a.pt: No such file."),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            together(lambda: fail(error), None)  # noqa: B023
+        assert str(raised.value) == told
+
+
+def test_wandb_is_told_where_a_checkpoint_lies(tmp_path, monkeypatch):
+    from megatron.training import wandb_utils
+
+    from megatron_muon.integration.saving import names_place_to_wandb
+
+    references = []
+
+    class Writer(SimpleNamespace):
+        def Artifact(self, *of, **more):  # noqa: N802
+            return SimpleNamespace(
+                add_reference=lambda name, checksum: references.append(name),
+                add_file=lambda name: None,
+            )
+
+    run = SimpleNamespace(log_artifact=lambda artifact, aliases: references.append(*aliases),
+                          entity="", project="")  # fmt: skip
+    monkeypatch.setattr(wandb_utils, "get_wandb_writer", lambda: Writer(run=run))
+    original = getattr(
+        wandb_utils.on_save_checkpoint_success, "__wrapped__",
+        wandb_utils.on_save_checkpoint_success,
+    )  # fmt: skip
+    folder = tmp_path / "iter_0000004"
+    for staged in (True, False):
+        references.clear()
+        path = staging_folder(folder) if staged else folder
+        names_place_to_wandb(original)(str(path), "tracker", str(tmp_path), 4)
+        assert references == [f"file://{folder}", folder.name]
+    file = staging_folder(folder) / "mp_rank_00" / "model_optim_rng.pt"
+    assert placed(file, tmp_path) == folder / "mp_rank_00" / "model_optim_rng.pt"
+    assert placed(file, tmp_path / "elsewhere") == file
 
 
 def test_without_settling_a_moment_has_no_folder(tmp_path):
