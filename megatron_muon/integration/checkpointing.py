@@ -262,8 +262,29 @@ def _folder(load: Path, args: Any) -> Path | None:
 def _check_folder(load: Path, args: Any) -> None:
     """Check all that one rank can check for all of them."""
     folder = _folder(load, args)
-    if folder is not None and checkpoint_format(folder) == "torch_dist":
+    if folder is None:
+        return
+    found = checkpoint_format(folder)
+    _check_format(folder, found, args)
+    if found == "torch_dist":
         check_files(read_index(folder))
+
+
+def _check_format(folder: Path, found: str | None, args: Any) -> None:
+    """Check that Megatron will read all of a folder with the flag that was given.
+
+    Of the other format it reads nothing, or the optimizer of one rank for all.
+    """
+    is_of_ranks = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    loads_optimizer = not (args.no_load_optim or args.finetune)
+    if found == "torch" and args.ckpt_format != "torch" and is_of_ranks and loads_optimizer:
+        raise CheckpointError(
+            f"{folder} was saved with --ckpt-format torch: give that flag to load it too."
+        )
+    if found == "torch_dist" and args.ckpt_format == "torch" and not args.auto_detect_ckpt_format:
+        raise CheckpointError(
+            f"{folder} was saved with --ckpt-format torch_dist: drop --ckpt-format torch."
+        )
 
 
 @functools.cache

@@ -207,6 +207,36 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path, copies):
         assert (found.loaded == found.saved) == copies
 
 
+@pytest.mark.parametrize(
+    ("found", "given", "expected"),
+    [
+        ("torch", {}, "was saved with --ckpt-format torch: give that flag"),
+        ("torch_dist", {"ckpt_format": "torch"}, "torch_dist: drop --ckpt-format torch"),
+        ("torch", {"ckpt_format": "torch"}, None),
+        ("torch", {"no_load_optim": True}, None),
+        ("torch", {"use_layer_wise_distributed_optimizer": False}, None),
+        ("torch_dist", {}, None),
+        ("torch_dist", {"ckpt_format": "torch", "auto_detect_ckpt_format": True}, None),
+    ],
+)
+def test_a_folder_of_the_other_format_is_refused(tmp_path, found, given, expected):
+    from megatron_muon.integration.checkpointing import _check_format as check
+
+    flags = {
+        "ckpt_format": "torch_dist",
+        "use_layer_wise_distributed_optimizer": True,
+        "no_load_optim": False,
+        "finetune": False,
+        "auto_detect_ckpt_format": False,
+    }
+    args = SimpleNamespace(**(flags | given))
+    if expected is None:
+        check(tmp_path, found, args)
+    else:
+        with pytest.raises(CheckpointError, match=expected):
+            check(tmp_path, found, args)
+
+
 # Files, in one process.
 
 
