@@ -201,7 +201,7 @@ def test_weights_in_fp8_are_refused_before_any_work(parse):
 @pytest.mark.parametrize("flag", ["--save", "--load"])
 def test_checkpoints_are_refused_before_any_work(parse, flag):
     with pytest.raises(ConfigurationError, match=f"{flag} does not work with {SHARDS} 2"):
-        parse(*MUON, flag, "x", SHARDS, "2")
+        parse(*MUON, flag, "x", "--save-interval", "1", SHARDS, "2")
 
 
 def test_as_many_shards_as_tensor_parallelism_makes_are_let_through(parse):
