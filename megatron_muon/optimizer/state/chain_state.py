@@ -117,9 +117,10 @@ class ChainState:
                 (
                     held,
                     state,
-                    list(sharded(held, state, tensor, parts_of(held, shards), self._is_replicated)),
+                    list(sharded(held, state, tensor, parts, self._is_replicated)),
                 )
                 for held in self._held()
+                for parts in [parts_of(held, shards)]
                 for state, tensor in _saved(held)
             ]
 
@@ -250,9 +251,8 @@ class ChainState:
         step = records.step_in(parts)
         self._take(self._request.step if step is None else step, records.scaler_in(parts))
         self._request = None
-        ours = [group for leaf in self._leaves for group in leaf.optimizer.param_groups]
         saved = [group for part in parts for group in part["optimizer"].get("param_groups", ())]
-        self._tell_changes(record, saved, ours)
+        self._tell_changes(record, saved)
 
     def _load_of_rank(self, state_dict: Mapping[Any, Any]) -> None:
         record = records.checked(dict(state_dict[records.RECORD]))
@@ -269,8 +269,7 @@ class ChainState:
             for state, tensor in item.tensors.items():
                 tensor.copy_(state_dict[STATE][item.name][state])
         self._take(state_dict[STEP], state_dict[_SCALER])
-        ours = [group for leaf in self._leaves for group in leaf.optimizer.param_groups]
-        self._tell_changes(record, state_dict[_GROUPS], ours)
+        self._tell_changes(record, state_dict[_GROUPS])
 
     def _take(self, step: int | None, scaler: dict[str, Any] | None) -> None:
         """Take over what is no tensor of a parameter."""
@@ -293,9 +292,9 @@ class ChainState:
         self,
         record: Mapping[str, Any] | None,
         saved: Sequence[Mapping[str, Any]],
-        ours: Sequence[Mapping[str, Any]],
     ) -> None:
         if self._ranks.rank() == 0:
+            ours = [group for leaf in self._leaves for group in leaf.optimizer.param_groups]
             records.tell_changes(saved, ours)
             if record is not None:
                 records.tell_other_scalar_optimizer(record, self._record)
