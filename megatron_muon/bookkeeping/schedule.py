@@ -117,6 +117,7 @@ def make_schedule(
     spread: Spread,
     budget_numel: int,
     held_numel: int | None = None,
+    by_bucket: bool = False,
 ) -> list[MicroGroup]:
     """Return one rank's schedule of the matrices of one grid.
 
@@ -126,6 +127,7 @@ def make_schedule(
         spread: Where Newton-Schulz runs.
         budget_numel: Elements that a rank may send and receive in one collective.
         held_numel: Elements that a rank may hold to work on at a time, as many if ``None``.
+        by_bucket: Whether all matrices of a bucket are done before those of the next.
     """
     tp_size = position.tp_size
 
@@ -138,7 +140,9 @@ def make_schedule(
         return tuple(round_of(moves, position.tp, tp_size) for moves in rounds)
 
     schedule = []
-    for indices in cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel):
+    for indices in cut_into_micro_groups(
+        plan, tp_size, spread, budget_numel, held_numel, by_bucket
+    ):
         hops = _Hops(position, spread)
         for index in indices:
             hops.add(index, plan[index])
@@ -162,6 +166,7 @@ def cut_into_micro_groups(
     spread: Spread,
     budget_numel: int,
     held_numel: int | None = None,
+    by_bucket: bool = False,
 ) -> list[tuple[int, ...]]:
     """Cut the matrices into runs that every rank of the grid works on at the same time.
 
@@ -174,11 +179,12 @@ def cut_into_micro_groups(
         spread: Where Newton-Schulz runs.
         budget_numel: Elements that a rank may send and receive in one hop.
         held_numel: Elements that a rank may hold at a time, as many if ``None``.
+        by_bucket: Whether all matrices of a bucket come before those of the next.
     """
     groups: list[tuple[int, ...]] = []
     run: list[int] = []
     load: Counter[tuple[str, int, int]] = Counter()
-    for index in _in_turns(plan, spread):
+    for index in _in_turns(plan, spread, by_bucket):
         cost = _cost(plan[index], tp_size, spread)
         limits = {"held": budget_numel if held_numel is None else held_numel}
         if run and any(
@@ -195,18 +201,20 @@ def cut_into_micro_groups(
     return groups
 
 
-def _in_turns(plan: Sequence[PlannedMatrix], spread: Spread) -> list[int]:
+def _in_turns(plan: Sequence[PlannedMatrix], spread: Spread, by_bucket: bool) -> list[int]:
     """Order the matrices: the costliest of each home, then the second of each, and so on.
 
-    Where every rank of a row works, the row is the home.
+    Where every rank of a row works, the row is the home. Buckets are taken in the order in which a
+    forward pass needs them: Megatron numbers those of a buffer from the last layer on.
     """
-    turn: Counter[tuple[int, int]] = Counter()
+    turn: Counter[tuple[int, int, int, int]] = Counter()
     order = []
     for index in sorted(range(len(plan)), key=lambda i: (-plan[i].flops, plan[i].matrix.name)):
-        home = plan[index].home
+        owned, home = plan[index].owned, plan[index].home
+        bucket = (owned.buffer_idx, -owned.bucket_idx) if by_bucket else (0, 0)
         place = home.dp, 0 if spread.everywhere else home.tp
-        order.append((turn[place], *place, index))
-        turn[place] += 1
+        order.append((*bucket, turn[*bucket, *place], *place, index))
+        turn[*bucket, *place] += 1
     return [index for *_, index in sorted(order)]
 
 

@@ -174,8 +174,8 @@ def _check_supported(config: OptimizerConfig) -> None:
         )
     if config.overlap_param_gather_with_optimizer_step:
         raise UnsupportedError(
-            "--overlap-param-gather-with-optimizer-step does not work with --optimizer muon: use "
-            "--overlap-param-gather alone."
+            "overlap_param_gather_with_optimizer_step is for Megatron's own optimizers: with Muon, "
+            "give the config muon_overlap_param_gather=True."
         )
     if config.optimizer_cpu_offload:
         raise UnsupportedError(
@@ -361,6 +361,8 @@ def _bind(
         if layer_wise is not None:
             layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
         _bind_children(optimizer, _device(routes), plan, matrices, grids)
+        if settings.overlap_param_gather:
+            optimizer.gather_early({param: m.name for param, m in matrices.items()})
 
     raise_together(bind, ranks)
     return plan

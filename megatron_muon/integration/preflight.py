@@ -50,6 +50,7 @@ def checks_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
         if args.optimizer in MUON_NAMES:
             _take_later_layout(args)
+            _take_early_gather(args)
         for found in problems(args):
             raise ConfigurationError(found)
         try:
@@ -232,6 +233,22 @@ def _take_later_layout(args: argparse.Namespace) -> None:
             f"{given} is --muon-layout {layout}, and {other} was given: drop one of the two."
         )
     args.muon_layout = layout
+
+
+def _take_early_gather(args: argparse.Namespace) -> None:
+    """Turn Megatron's flag for gathers inside the optimizer's step into ours.
+
+    Megatron's needs virtual pipeline stages, turns off buckets, and is refused with Muon; ours
+    needs none of that and does what it is for.
+    """
+    if args.overlap_param_gather_with_optimizer_step:
+        args.overlap_param_gather_with_optimizer_step = False
+        args.muon_overlap_param_gather = True
+        if args.rank == 0:
+            logger.warning(
+                "--overlap-param-gather-with-optimizer-step is --muon-overlap-param-gather with "
+                "Muon: it needs no virtual pipeline stages and keeps the buckets."
+            )
 
 
 def finds_data_files(original: Callable[..., Any]) -> Callable[..., Any]:

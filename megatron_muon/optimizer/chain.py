@@ -27,6 +27,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_muon.collectives.span import Span
 from megatron_muon.errors import NonFiniteGradientError
 from megatron_muon.optimizer.config import MuonSettings
+from megatron_muon.optimizer.early_gathers import EarlyGathers
 from megatron_muon.optimizer.grad_scaler import can_fall
 from megatron_muon.optimizer.grad_statistics import (
     GradStatistics,
@@ -129,6 +130,7 @@ class MuonChain(ChainedOptimizer):
         forget_initial_values(model_chunks)
         self._wrapped_chunks = [chunk for chunk in model_chunks if hasattr(chunk, "bucket_groups")]
         self.stagings = install_staging(self.leaves, self._wrapped_chunks)
+        self._early_gathers: EarlyGathers | None = None
         self.num_skipped = 0
         self._num_in_a_row = 0
         self._statistics: GradStatistics | None = None
@@ -211,6 +213,25 @@ class MuonChain(ChainedOptimizer):
                 logger.warning("step skipped: the gradient norm %g is above %g.", norm, threshold)
             return False, norm, num_zeros
         return self.step_with_ready_grads(), norm, num_zeros
+
+    def gather_early(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Let each gather of weights begin in the step, when the last matrix of it is done.
+
+        Args:
+            names: Name of every matrix of this pipeline stage.
+        """
+        muons = [leaf for leaf in self.leaves if isinstance(leaf.optimizer, OwnedMuon)]
+        self._early_gathers = EarlyGathers(muons, self._wrapped_chunks, names)
+        for leaf in muons:
+            leaf.optimizer.done = self._early_gathers.done
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step all children with gradients that are unscaled, clipped and finite; collective."""
+        if self._early_gathers is None:
+            return bool(super().step_with_ready_grads())
+        with self._early_gathers.step():
+            return bool(super().step_with_ready_grads())
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:

@@ -37,6 +37,9 @@ class Chosen:
         split_qkv: Whether fused projections are split.
         split_heads: Whether heads are split.
         use_syrk: Whether a kernel is used that tunes itself in each process.
+        gathers_early: Whether gathers of weights start in the optimizer's step.
+        overlap_param_gather: Whether they overlap with the forward pass.
+        borrows_grads: Whether they go through the gradient buffer.
     """
 
     layout: str
@@ -50,6 +53,9 @@ class Chosen:
     split_qkv: bool
     split_heads: bool
     use_syrk: bool = False
+    gathers_early: bool = False
+    overlap_param_gather: bool = False
+    borrows_grads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,8 @@ _LAYOUTS = (
     Choice("--muon-layout flat", lambda c: c.layout_given == "flat"),
 )
 
+_GATHERS_EARLY = Choice("--muon-overlap-param-gather", lambda c: c.gathers_early)
+
 PAIRS: tuple[Pair, ...] = (
     Pair(
         Choice("--muon-clip scalar-only", lambda c: c.clip == "scalar-only"),
@@ -152,6 +160,32 @@ PAIRS: tuple[Pair, ...] = (
             "Drop one of the two flags.",
         )
         for layout in _LAYOUTS
+    ),
+    Pair(
+        _GATHERS_EARLY,
+        Choice("without --use-distributed-optimizer", lambda c: not c.distributed),
+        "no weights are gathered",
+        "Add that flag, or drop --muon-overlap-param-gather.",
+    ),
+    Pair(
+        _GATHERS_EARLY,
+        Choice(
+            "with --no-use-layer-wise-param-layout", lambda c: c.distributed and not c.param_layout
+        ),
+        "weights then have no buffer of their own to be gathered in",
+        "Drop one of the two flags.",
+    ),
+    Pair(
+        _GATHERS_EARLY,
+        Choice("without --overlap-param-gather", lambda c: not c.overlap_param_gather),
+        "all weights are gathered at the end of the step",
+        "Add that flag, or drop --muon-overlap-param-gather.",
+    ),
+    Pair(
+        _GATHERS_EARLY,
+        Choice("with --reuse-grad-buf-for-mxfp8-param-ag", lambda c: c.borrows_grads),
+        "the gradient buffer, which the gather borrows, is in use until the step ends",
+        "Drop --muon-overlap-param-gather.",
     ),
     *(
         Pair(

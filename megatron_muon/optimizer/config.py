@@ -94,6 +94,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "loss scale can mend it; the next one ends training. 0 ends it at the first (default "
         f"{DEFAULT_MAX_SKIPPED_STEPS}).",
     ),
+    "--muon-overlap-param-gather": dict(
+        action="store_true",
+        help="With --overlap-param-gather, start the gather of a bucket inside the optimizer's "
+        "step, when its last matrix is done, and not in the next forward pass.",
+    ),
     "--muon-split-gated-fc1": dict(
         action="store_true",
         help="Orthogonalize gate and up of a gated unit's first layer apart.",
@@ -171,6 +176,9 @@ class MuonConfig(OptimizerConfig):
     muon_max_skipped_steps: int | None = None
     """Steps with non-finite gradients in a row before training ends; None is 10."""
 
+    muon_overlap_param_gather: bool = False
+    """Whether the gather of a bucket starts in the step, when its last matrix is done."""
+
     muon_split_gated_fc1: bool = False
     """Whether gate and up of a gated unit's first layer are orthogonalized apart."""
 
@@ -218,6 +226,7 @@ class MuonSettings:
         layout: How parameters lie in the buckets, None without a distributed optimizer.
         gather_budget_nbytes: What a rank may send and receive in one collective.
         exchange_dtype: Dtype in which momentum and updates travel, ``fp32`` or ``bf16``.
+        overlap_param_gather: Whether the gather of a bucket starts when its last matrix is done.
         scalar_optimizer: Optimizer of everything that is not a matrix.
         exclude: Globs left to the scalar optimizer.
         include: Globs given to Muon.
@@ -246,6 +255,7 @@ class MuonSettings:
     layout: str | None
     gather_budget_nbytes: int
     exchange_dtype: str
+    overlap_param_gather: bool
     scalar_optimizer: str
     exclude: tuple[str, ...]
     include: tuple[str, ...]
@@ -324,6 +334,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         gated_fc1=getattr(config, "muon_split_gated_fc1", False),
         heads=getattr(config, "muon_split_heads", False),
     )
+    gathers_early = getattr(config, "muon_overlap_param_gather", False)
     check_pairs(
         Chosen(
             layout=layout,
@@ -337,6 +348,9 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
             split_qkv=splits.qkv,
             split_heads=splits.heads,
             use_syrk=getattr(config, "muon_use_syrk", False),
+            gathers_early=gathers_early,
+            overlap_param_gather=config.overlap_param_gather,
+            borrows_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
         )
     )
     return MuonSettings(
@@ -362,6 +376,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         layout=layout if distributed else None,
         gather_budget_nbytes=_gather_budget_nbytes(config),
         exchange_dtype=exchange_dtype,
+        overlap_param_gather=gathers_early,
         scalar_optimizer=config.muon_scalar_optimizer,
         exclude=tuple(getattr(config, "muon_exclude", None) or ()),
         include=tuple(getattr(config, "muon_include", None) or ()),

@@ -27,6 +27,10 @@ Read = Callable[[PlannedMatrix], torch.Tensor]
 Apply = Callable[[PlannedMatrix, torch.Tensor], None]
 """Takes the update of this rank's piece of a matrix, flat, fp32; it is scratch."""
 
+Done = Callable[[Sequence[str]], None]
+"""Takes names of matrices whose updates all ranks of the grid have applied, on every rank and in
+the order of the schedule."""
+
 Tensors = dict[int, torch.Tensor]
 """By the matrix's place in the plan."""
 
@@ -59,6 +63,7 @@ class Engine:
             self._spread,
             station.wire.budget_numel,
             station.settings.budget_nbytes // torch.float32.itemsize,
+            station.settings.by_bucket,
         )
 
     def held_numel(self) -> dict[str, int]:
@@ -74,12 +79,13 @@ class Engine:
             return False
         return self._spread.everywhere or planned.home.tp == self.position.tp
 
-    def step(self, read: Read, apply: Apply) -> None:
+    def step(self, read: Read, apply: Apply, done: Done | None = None) -> None:
         """Orthogonalize every matrix once.
 
         Args:
             read: Called once for each matrix that this rank has a piece of.
             apply: Called with the update of each such piece.
+            done: Called after each micro-group.
         """
         if self.station.settings.exchange == "gather":
             for i in range(len(self.plan)):
@@ -89,6 +95,8 @@ class Engine:
         for group in self.schedule:
             with ExitStack() as scratch:
                 self._step(group, read, apply, scratch)
+            if done is not None:
+                done([self.plan[i].matrix.name for i in group.indices])
 
     def _step_by_gather(self, i: int, read: Read, apply: Apply, scratch: ExitStack) -> None:
         planned, range_ = self.plan[i], self._ranges.get(i)
@@ -257,7 +265,12 @@ def _stretch_of(flat: torch.Tensor, range_: ParamRange, start: int = 0) -> torch
 
 
 def run_engines(
-    engines: Sequence[Engine], account: StepAccount, arena: Arena, read: Read, apply: Apply
+    engines: Sequence[Engine],
+    account: StepAccount,
+    arena: Arena,
+    read: Read,
+    apply: Apply,
+    done: Done | None = None,
 ) -> None:
     """Step every engine once; afterwards the account is of this step alone.
 
@@ -267,9 +280,10 @@ def run_engines(
         arena: Where scratch comes from.
         read: See :meth:`Engine.step`.
         apply: See :meth:`Engine.step`.
+        done: See :meth:`Engine.step`.
     """
     account.clear()
     arena.restart_peak()
     for engine in engines:
-        engine.step(read, apply)
+        engine.step(read, apply, done)
     account.traffic.peak_scratch_nbytes = arena.peak_lent_nbytes

@@ -14,7 +14,7 @@ from megatron_muon.collectives.arena import Arena
 from megatron_muon.errors import ConfigurationError, PlanError
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.config import MuonSettings
-from megatron_muon.optimizer.engine import Engine, run_engines
+from megatron_muon.optimizer.engine import Done, Engine, run_engines
 from megatron_muon.optimizer.station import EngineSettings, Station
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import MOMENTUM, advance_momentum, apply_update
@@ -68,6 +68,10 @@ class OwnedMuon(torch.optim.Optimizer):
     Megatron's factory makes it over all matrices of the model, the layer-wise optimizer narrows it
     to what this rank owns, and Megatron's wrappers put fp32 masters in their place. :meth:`bind`
     then tells it the plan.
+
+    Attributes:
+        done: Called in a step with the names of the matrices that are done, if anything is to
+            follow them at once.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class OwnedMuon(torch.optim.Optimizer):
         self.account = StepAccount()
         self.arena = Arena()
         self.engines: list[Engine] = []
+        self.done: Done | None = None
         self._bound: dict[str, torch.Tensor] = {}
 
     def bind(
@@ -123,6 +128,7 @@ class OwnedMuon(torch.optim.Optimizer):
             mode=self.settings.tp_mode,
             budget_nbytes=self.settings.gather_budget_nbytes,
             exchange_dtype=_DTYPES[self.settings.exchange_dtype],
+            by_bucket=self.settings.overlap_param_gather,
         )
         self.engines = [
             Engine(
@@ -181,7 +187,7 @@ class OwnedMuon(torch.optim.Optimizer):
             master, group = item.flat(item.param), item.group
             apply_update(master, update, group["lr"], group["weight_decay"])
 
-        run_engines(self.engines, self.account, self.arena, read, apply)
+        run_engines(self.engines, self.account, self.arena, read, apply, self.done)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; not once the plan is made."""

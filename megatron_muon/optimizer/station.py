@@ -49,6 +49,7 @@ class EngineSettings:
         exchange_dtype: Dtype in which momentum and updates travel. One that is narrower than fp32
             rounds both on every rank, also where nothing travels, so that the update still does
             not depend on the grid.
+        by_bucket: Whether all matrices of a bucket are done before those of the next.
     """
 
     orthogonalization: Orthogonalization
@@ -56,6 +57,7 @@ class EngineSettings:
     exchange: Literal["homes", "gather"] = "homes"
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     exchange_dtype: torch.dtype = torch.float32
+    by_bucket: bool = False
 
     @property
     def spread(self) -> Spread:

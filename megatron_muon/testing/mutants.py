@@ -52,7 +52,9 @@ def break_step(mutant: Mutant | None) -> None:
     if mutant == "update-divided-by-loss-scale":
         from megatron_muon.optimizer.chain import MuonChain
 
-        MuonChain.step_with_ready_grads = divided_by_loss_scale(MuonChain.step_with_ready_grads)
+        MuonChain.step_with_ready_grads = divided_by_loss_scale(  # type: ignore[method-assign]
+            MuonChain.step_with_ready_grads
+        )
     if mutant == "gradients-left-scaled":
         from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 

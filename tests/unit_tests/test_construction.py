@@ -45,7 +45,7 @@ ERRORS = {
     "overlap on one rank only": ("ConfigurationError", "--overlap-param-gather sets both"),
     "decoupled layout": ("ConfigurationError", "--muon-layout decoupled: there is no layout of"),
     "precision aware": ("UnsupportedError", "--muon-momentum-dtype bf16"),
-    "gather with the step": ("UnsupportedError", "use --overlap-param-gather alone"),
+    "gather with the step": ("UnsupportedError", "give the config muon_overlap_param_gather=True"),
     "cpu offload": ("UnsupportedError", "--optimizer-cpu-offload"),
     "shards of query groups": ("ConfigurationError", "Use --muon-tp-mode owner or duplicated"),
 }

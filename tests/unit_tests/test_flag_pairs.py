@@ -27,6 +27,10 @@ CHOICES = {
     **{f"--muon-exchange-dtype {dtype}": {"muon_exchange_dtype": dtype}
        for dtype in EXCHANGE_DTYPES},
     "--muon-gather-budget-mib": {"muon_gather_budget_mib": 1.0},
+    "--muon-overlap-param-gather": {"muon_overlap_param_gather": True},
+    "--overlap-param-gather": {"overlap_param_gather": True},
+    "--no-overlap-param-gather": {"overlap_param_gather": False},
+    "--reuse-grad-buf-for-mxfp8-param-ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},
     "--muon-momentum-dtype bf16": {"muon_momentum_dtype": "bf16"},
     "--muon-match-adamw-rms 0.2": {"muon_match_adamw_rms": 0.2},
     **{f"--muon-clip {clip}": {"muon_clip": clip} for clip in CLIPS},
@@ -47,6 +51,9 @@ REFUSED = {
     ("--muon-use-syrk", "--muon-tp-mode distributed"),
     ("--muon-use-syrk", "--muon-tp-mode blockwise"),
     ("--muon-use-syrk", "--no-use-distributed-optimizer"),
+    ("--muon-overlap-param-gather", "--no-use-distributed-optimizer"),
+    ("--muon-overlap-param-gather", "--no-overlap-param-gather"),
+    ("--muon-overlap-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
     ("--muon-layout owner", "--no-use-distributed-optimizer"),
     ("--muon-layout flat", "--no-use-distributed-optimizer"),
     ("--muon-tp-mode distributed", "--muon-exchange-dtype bf16"),
@@ -60,8 +67,9 @@ def fields(choice):
 
 
 def resolved(*choices, layout=None, **changes):
-    # A layout is only there to be chosen with a distributed optimizer.
-    values = {"optimizer": "muon", "lr": 0.1} | DISTRIBUTED
+    # A layout is only there to be chosen with a distributed optimizer, and when a gather starts
+    # only where it overlaps.
+    values = {"optimizer": "muon", "lr": 0.1, "overlap_param_gather": True} | DISTRIBUTED
     for choice in choices:
         values |= CHOICES[choice]
     return resolve(MuonConfig(**values | changes), layout)
@@ -77,16 +85,17 @@ def test_each_pair_works_or_names_the_flag(pair):
         with pytest.raises(ConfigurationError) as caught:
             resolved(*pair)
         for choice in pair:
-            assert choice.replace("--no-use", "--use") in str(caught.value)
+            flag = "--" + choice.removeprefix("--no-").removeprefix("--")
+            assert flag in str(caught.value)
         return
     settings = resolved(*pair)
     assert settings.layout is None or settings.layout in LAYOUTS
 
 
 def test_every_row_of_the_table_is_tested():
-    """The two rows of a layout that DDP is not given can only be written on the command line."""
+    """The rows of a layout that DDP is not given can only be written on the command line."""
     by_command_line = [pair for pair in PAIRS if "param-layout" in pair.second.phrase]
-    assert len(by_command_line) == 2
+    assert len(by_command_line) == 3
     assert len(PAIRS) == len(REFUSED) + len(by_command_line)
 
 

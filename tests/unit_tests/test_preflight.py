@@ -117,6 +117,18 @@ def test_later_names_of_layouts_are_turned_into_ours(parse, flags, layout, is_la
     assert (args.muon_layout, args.use_layer_wise_param_layout) == (layout, is_laid_out)
 
 
+def test_megatrons_gather_inside_the_step_is_turned_into_ours(parse):
+    overlapped = ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+                  "--overlap-param-gather-with-optimizer-step").split()  # fmt: skip
+    args = parse(*MUON, *overlapped)
+    assert args.muon_overlap_param_gather
+    assert not args.overlap_param_gather_with_optimizer_step
+    with pytest.raises(ConfigurationError, match="without --overlap-param-gather: "):
+        parse(*MUON, "--overlap-param-gather-with-optimizer-step")
+    with pytest.raises(ConfigurationError, match="Megatron refuses the arguments"):
+        parse("--optimizer", "adam", *overlapped)
+
+
 def test_a_later_megatrons_own_flag_is_left_alone():
     parser = argparse.ArgumentParser()
     parser.add_argument(arguments.LATER_FLAG, choices=["legacy", "padded", "another"])

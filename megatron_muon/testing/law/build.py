@@ -273,6 +273,7 @@ def optimizer_config(case: Case) -> Any:
         muon_split_heads=case.split_heads,
         muon_gather_budget_mib=case.budget_nbytes / 2**20,
         muon_exchange_dtype=case.exchange_dtype,
+        muon_overlap_param_gather=case.gathers_early,
         muon_exclude=_globs(case.exclude),
         muon_include=_globs(case.include),
         muon_report=case.report,

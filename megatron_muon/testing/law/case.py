@@ -48,6 +48,7 @@ class Case:
         bucket_size: Elements of a bucket; Megatron asks for it only where ``overlap_grad`` is.
         overlap_grad: ``--overlap-grad-reduce``.
         overlap_param: ``--overlap-param-gather``.
+        gathers_early: ``--muon-overlap-param-gather``.
         grads_in_fp32: Whether gradients are reduced in fp32.
         micro_batches: Micro-batches whose gradients add up.
         backward: Whether gradients come from forward and backward passes; else they are given.
@@ -107,6 +108,7 @@ class Case:
     bucket_size: int | None = None
     overlap_grad: bool = False
     overlap_param: bool = False
+    gathers_early: bool = False
     grads_in_fp32: bool = True
     micro_batches: int = 1
     backward: bool = False
