@@ -9,7 +9,8 @@ the whole matrix::
     dp 1  |  C   |  D   |
 
 So a matrix stays in the row that holds most of it, unless that leaves a rank with more than its
-share of Newton-Schulz flops or of elements.
+share of Newton-Schulz flops or of elements. One that alone is more than the share of a rank may be
+worked on by several, which are then ranks of one row or of one column.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from typing import Literal
 
 from megatron_muon.errors import PlanError
@@ -27,6 +28,10 @@ NUMEL_TOLERANCE_PERCENT = 10
 """How far a rank's flops and elements may lie above an even share so that matrices stay in their
 row; a rank with one matrix that is larger has no other. Every rank waits for the one with the most
 flops; uneven elements cost less."""
+
+MAX_SHARERS = 8
+"""Ranks that work on one matrix at most: each iterates on the whole Gram matrix by itself, so that
+more of them save little."""
 
 _SMALLEST_PART = 4
 """A row that holds less than one in this many elements of a matrix is no better than another."""
@@ -68,6 +73,7 @@ class HomeItem:
         held: For one that straddles, elements of the tensor-parallel shard by the data-parallel
             rank that holds them. They are the same on every tensor-parallel rank.
         tp_size: Ranks that tensor parallelism cuts it into, 1 if each holds all of it.
+        max_sharers: Ranks that may work on it together, 1 for its home alone.
     """
 
     name: str
@@ -76,6 +82,7 @@ class HomeItem:
     owner: int | None = None
     held: Mapping[int, int] = field(default_factory=dict)
     tp_size: int = 1
+    max_sharers: int = 1
 
     def row_numel(self, dp: int) -> int:
         """Return how many elements of the whole matrix a row of the grid holds."""
@@ -100,7 +107,21 @@ def moved_numel(items: Sequence[HomeItem], homes: Mapping[str, Home]) -> int:
 
 
 def choose_homes(items: Sequence[HomeItem], dp_size: int, tp_size: int) -> dict[str, Home]:
-    """Choose the home of every matrix.
+    """Choose the home of every matrix, the first of those that :func:`choose_sharers` chooses."""
+    return {name: homes[0] for name, homes in choose_sharers(items, dp_size, tp_size).items()}
+
+
+def choose_sharers(
+    items: Sequence[HomeItem], dp_size: int, tp_size: int
+) -> dict[str, tuple[Home, ...]]:
+    """Choose the home of every matrix, or the homes of those that ranks work on together.
+
+    Several ranks work on a matrix that allows it and has more flops than an even share and
+    :data:`FLOPS_TOLERANCE_PERCENT`, and more than the largest matrix that does not: a power of two
+    of them, as few as bring its part below that, or twice as many. Since each repeats a part of the
+    work, more ranks must take a tenth off the busiest rank's flops, else they are not used. They
+    are different ranks of one row, or of one column if no row has enough of them with room. Each
+    is taken to bear an equal part; "matrix" below stands for a part too.
 
     The busiest rank has at most :data:`FLOPS_TOLERANCE_PERCENT` more flops than an even share, or
     those of the largest matrix, or what longest-processing-time-first over the whole grid gives it
@@ -116,25 +137,57 @@ def choose_homes(items: Sequence[HomeItem], dp_size: int, tp_size: int) -> dict[
         tp_size: Ranks of a row.
 
     Returns:
-        The home of each matrix by its name.
+        The homes of each matrix by its name, in the order of the grid's ranks; one but for those
+        that several work on.
 
     Raises:
         PlanError: Two items have one name, or one is not held as the grid allows.
     """
     _check(items, dp_size, tp_size)
     task = _Task(items, dp_size, tp_size)
-    best: tuple[tuple[int, int, int], list[int]] | None = None
+    best = _best_of(task)
+    for fineness in (1, 2) if any(item.max_sharers > 1 for item in items) else ():
+        cut = _Task(items, dp_size, tp_size, fineness)
+        if cut.sharers:
+            placed = _best_of(cut)
+            best = placed if 10 * placed.max_flops <= 9 * best.max_flops else best
+    homes: dict[str, tuple[Home, ...]] = {
+        item.name: (Home(*divmod(rank, tp_size)),)
+        for item, rank in zip(task.items, best.ranks, strict=True)
+    }
+    for i, line in best.sharers.items():
+        homes[task.items[i].name] = tuple(Home(*divmod(rank, tp_size)) for rank in line)
+    return homes
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Where items are placed.
+
+    Attributes:
+        score: The flops and the elements of the fullest rank beyond the limits, and the elements
+            that leave their row.
+        ranks: The rank of each item.
+        sharers: All ranks of the items that several work on, by the item's place.
+        max_flops: Flops of the busiest rank.
+    """
+
+    score: tuple[int, int, int]
+    ranks: list[int]
+    sharers: dict[int, tuple[int, ...]]
+    max_flops: int
+
+
+def _best_of(task: _Task) -> _Placement:
+    best: _Placement | None = None
     for rule, load_kind in _ATTEMPTS:
-        scored = _place(task, rule, load_kind)
-        if best is None or scored < best:
-            best = scored
-        if best[0][:2] == (0, 0):
+        placed = _place(task, rule, load_kind)
+        if best is None or (placed.score, placed.ranks) < (best.score, best.ranks):
+            best = placed
+        if best.score[:2] == (0, 0):
             break
     assert best is not None
-    return {
-        item.name: Home(*divmod(rank, tp_size))
-        for item, rank in zip(task.items, best[1], strict=True)
-    }
+    return best
 
 
 class _Task:
@@ -142,20 +195,55 @@ class _Task:
 
     Attributes:
         items: The items, the costliest first.
+        sharers: How many ranks work on an item, by its place; those of one are left out.
+        part_flops: Flops of each item on each rank that works on it.
+        part_numel: Its elements there.
         rows: For each item the rows worth staying in, the one that holds most first.
         max_flops: Flops that a rank may have for an item to stay in its row.
         max_numel: Elements that it may have.
     """
 
-    def __init__(self, items: Sequence[HomeItem], dp_size: int, tp_size: int) -> None:
+    def __init__(
+        self, items: Sequence[HomeItem], dp_size: int, tp_size: int, fineness: int = 0
+    ) -> None:
+        """Order the items.
+
+        Args:
+            items: The items.
+            dp_size: Rows of the grid.
+            tp_size: Ranks of a row.
+            fineness: For how many times the fewest ranks large items are cut, 0 for not at all.
+        """
         self.items = sorted(items, key=lambda item: (-item.flops, -item.numel, item.name))
         self.dp_size, self.tp_size = dp_size, tp_size
         self.rows = [_rows_worth_staying_in(item) for item in self.items]
         flops, numel = [item.flops for item in self.items], [item.numel for item in self.items]
         self.total_flops, self.total_numel = sum(flops), sum(numel)
         num_ranks = dp_size * tp_size
-        self.max_flops = _limit(flops, num_ranks, FLOPS_TOLERANCE_PERCENT)
-        self.max_numel = _limit(numel, num_ranks, NUMEL_TOLERANCE_PERCENT)
+        share = _share(self.total_flops, num_ranks, FLOPS_TOLERANCE_PERCENT)
+        self.sharers = self._num_sharers(share, fineness) if fineness else {}
+        for i, count in self.sharers.items():
+            flops[i], numel[i] = -(-flops[i] // count), -(-numel[i] // count)
+        self.part_flops, self.part_numel = flops, numel
+        self.max_flops = max(share, max(flops, default=0))
+        share = _share(self.total_numel, num_ranks, NUMEL_TOLERANCE_PERCENT)
+        self.max_numel = max(share, max(numel, default=0))
+
+    def _num_sharers(self, share: int, fineness: int) -> dict[int, int]:
+        """Return how many ranks work on each item that is more than one should bear."""
+        alone = (item.flops for item in self.items if item.max_sharers == 1)
+        limit = max(share, next(alone, 0))
+        sharers: dict[int, int] = {}
+        for i, item in enumerate(self.items):
+            if item.flops <= limit:
+                break
+            most = min(item.max_sharers, MAX_SHARERS, max(self.dp_size, self.tp_size))
+            count = 1
+            while 2 * count <= most and item.flops > count * limit:
+                count *= 2
+            if count > 1:
+                sharers[i] = count * fineness if count * fineness <= most else count
+        return sharers
 
     def load(self, flops: int, numel: int, load_kind: _LoadKind) -> int:
         """Return the number that ranks are compared by.
@@ -176,10 +264,22 @@ def _rows_worth_staying_in(item: HomeItem) -> list[int]:
     return sorted(rows, key=lambda dp: (-item.held[dp], dp))
 
 
-def _limit(loads: Sequence[int], num_ranks: int, tolerance_percent: int) -> int:
-    """Return what a rank may have: an even share and the tolerance, or the largest item."""
-    share = sum(loads) * (100 + tolerance_percent) // (100 * num_ranks)
-    return max(share, max(loads, default=0))
+def _share(total: int, num_ranks: int, tolerance_percent: int) -> int:
+    """Return an even share of a load and the tolerance."""
+    return total * (100 + tolerance_percent) // (100 * num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The least loaded ranks of a row or column.
+
+    Attributes:
+        fullest: The load of the fullest of them, and the sum of their loads.
+        ranks: The ranks, in order.
+    """
+
+    fullest: tuple[int, int]
+    ranks: tuple[int, ...]
 
 
 class _Grid:
@@ -197,6 +297,7 @@ class _Grid:
         self.numel = [0] * num_ranks
         self._task = task
         self._load_kind: _LoadKind = load_kind
+        self._lines: dict[int, dict[int, _Line]] = {}  # of rows, by how many ranks
         self._all = sorted((0, rank % task.tp_size, rank) for rank in range(num_ranks))
         self._rows: list[list[tuple[int, int, int]]] = [
             [(0, tp, dp * task.tp_size + tp) for tp in range(task.tp_size)]
@@ -210,68 +311,116 @@ class _Grid:
             heappop(heap)
         return heap[0][2]
 
-    def has_room(self, rank: int, item: HomeItem) -> bool:
-        """Whether a rank stays under both limits with an item more."""
+    def least_line(self, i: int, rule: _Rule) -> tuple[int, ...]:
+        """Return the ranks that work on an item together, the least loaded ones of a row or column.
+
+        A row if one has room: its links are the fastest, and what stays in it moves least.
+        """
+        task, tp_size = self._task, self._task.tp_size
+        count, rows = task.sharers[i], task.rows[i]
+        lines: list[_Line] = []
+        if count <= tp_size:
+            preferred = [self._row_line(row, count) for row in rows]
+            for line in preferred if rule == "stay" else ():
+                if self._have_room(line.ranks, i):
+                    return line.ranks
+            others = (self._row_line(row, count) for row in range(task.dp_size))
+            lines = [min((*preferred, *others), key=lambda line: line.fullest)]
+            if self._have_room(lines[0].ranks, i):
+                return lines[0].ranks
+        if count <= task.dp_size:
+            columns = (range(tp, len(self.loads), tp_size) for tp in range(tp_size))
+            lines += [self._least_of(column, count) for column in columns]
+        return min(lines, key=lambda line: line.fullest).ranks
+
+    def _have_room(self, ranks: tuple[int, ...], i: int) -> bool:
+        return all(self.has_room(rank, i) for rank in ranks)
+
+    def _row_line(self, row: int, count: int) -> _Line:
+        of_row = self._lines.setdefault(row, {})
+        if count not in of_row:
+            tp_size = self._task.tp_size
+            of_row[count] = self._least_of(range(row * tp_size, (row + 1) * tp_size), count)
+        return of_row[count]
+
+    def _least_of(self, line: range, count: int) -> _Line:
+        least = nsmallest(count, ((self.loads[rank], rank) for rank in line))
+        return _Line((least[-1][0], sum(load for load, _ in least)),
+                     tuple(sorted(rank for _, rank in least)))  # fmt: skip
+
+    def has_room(self, rank: int, i: int) -> bool:
+        """Whether a rank stays under both limits with an item, or its part of one, more."""
         return (
-            self.flops[rank] + item.flops <= self._task.max_flops
-            and self.numel[rank] + item.numel <= self._task.max_numel
+            self.flops[rank] + self._task.part_flops[i] <= self._task.max_flops
+            and self.numel[rank] + self._task.part_numel[i] <= self._task.max_numel
         )
 
-    def add(self, rank: int, item: HomeItem) -> None:
-        """Give a rank an item."""
-        self.flops[rank] += item.flops
-        self.numel[rank] += item.numel
+    def add(self, rank: int, i: int) -> None:
+        """Give a rank an item, or its part of one."""
+        self.flops[rank] += self._task.part_flops[i]
+        self.numel[rank] += self._task.part_numel[i]
         load = self._task.load(self.flops[rank], self.numel[rank], self._load_kind)
         self.loads[rank] = load
         row, column = divmod(rank, self._task.tp_size)
+        self._lines.pop(row, None)
         heappush(self._all, (load, column, rank))
         heappush(self._rows[row], (load, column, rank))
 
 
-def _place(
-    task: _Task, rule: _Rule, load_kind: _LoadKind
-) -> tuple[tuple[int, int, int], list[int]]:
+def _place(task: _Task, rule: _Rule, load_kind: _LoadKind) -> _Placement:
     """Place the items one by one, the one of the largest load first.
 
     Under rule "stay" an item stays in its row if the least loaded rank there has room for it;
     under rule "least" only if no rank of the grid is less loaded. All others go to the least
     loaded rank of the grid. Rule "least" with load "flops" is longest processing time first.
-
-    Returns:
-        The flops and the elements of the fullest rank beyond the limits, and the elements that
-        leave their row; and the rank of each item.
+    An item that several ranks work on goes to those of one line, by the same rules.
     """
     items, grid = task.items, _Grid(task, load_kind)
-    sizes = [task.load(item.flops, item.numel, load_kind) for item in items]
+    sizes = [
+        task.load(flops, numel, load_kind)
+        for flops, numel in zip(task.part_flops, task.part_numel, strict=True)
+    ]
     ranks = [0] * len(items)
+    sharers: dict[int, tuple[int, ...]] = {}
     for i in sorted(range(len(items)), key=lambda i: -sizes[i]):
+        if i in task.sharers:
+            sharers[i] = grid.least_line(i, rule)
+            for rank in sharers[i]:
+                grid.add(rank, i)
+            continue
         ranks[i] = grid.least()
         for row in task.rows[i]:
             rank = grid.least(row)
-            if (rule == "stay" and grid.has_room(rank, items[i])) or (
+            if (rule == "stay" and grid.has_room(rank, i)) or (
                 rule == "least" and grid.loads[rank] == grid.loads[ranks[i]]
             ):
                 ranks[i] = rank
                 break
-        grid.add(ranks[i], items[i])
+        grid.add(ranks[i], i)
     _exchange_equals(task, ranks)
     moved_numel = sum(
         item.numel - item.row_numel(rank // task.tp_size)
-        for item, rank in zip(items, ranks, strict=True)
+        for i, (item, rank) in enumerate(zip(items, ranks, strict=True))
+        if i not in sharers
     )
-    excess_flops = max(0, max(grid.flops) - task.max_flops)
+    for i, line in sharers.items():
+        stays = sum(items[i].row_numel(rank // task.tp_size) for rank in line)
+        moved_numel += items[i].numel - stays // len(line)
+    max_flops = max(grid.flops)
+    excess_flops = max(0, max_flops - task.max_flops)
     excess_numel = max(0, max(grid.numel) - task.max_numel)
-    return (excess_flops, excess_numel, moved_numel), ranks
+    return _Placement((excess_flops, excess_numel, moved_numel), ranks, sharers, max_flops)
 
 
 def _exchange_equals(task: _Task, ranks: list[int]) -> None:
     """Exchange the homes of equal items so that more of them are in their row.
 
-    No rank's load changes.
+    No rank's load changes. Those that several ranks work on stay where they are.
     """
     classes: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, item in enumerate(task.items):
-        classes[item.flops, item.numel].append(i)
+        if i not in task.sharers:
+            classes[item.flops, item.numel].append(i)
     for members in classes.values():
         free: dict[int, list[int]] = defaultdict(list)
         for rank in sorted((ranks[i] for i in members), reverse=True):

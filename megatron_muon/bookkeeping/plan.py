@@ -13,8 +13,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
-from megatron_muon.bookkeeping.homes import Home, HomeItem, choose_homes
+from megatron_muon.bookkeeping.homes import Home, HomeItem, choose_sharers
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
+from megatron_muon.bookkeeping.parts import max_sharers
 from megatron_muon.errors import PlanError
 
 
@@ -147,18 +148,26 @@ class PlannedMatrix:
 
     Attributes:
         owned: The matrix and who holds it.
-        home: Rank of the data x tensor grid that orthogonalizes it.
+        home: Rank of the data x tensor grid that orthogonalizes it, the first of several.
         flops: Newton-Schulz flops of its blocks.
+        sharers: Where several ranks work on it together the home of each of its parts, in order;
+            empty where one does.
     """
 
     owned: OwnedMatrix
     home: Home
     flops: int
+    sharers: tuple[Home, ...] = ()
 
     @property
     def matrix(self) -> LogicalMatrix:
         """The logical matrix."""
         return self.owned.matrix
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        """The ranks that work on it: its home, or the homes of its parts."""
+        return self.sharers or (self.home,)
 
     def row(self) -> str:
         """Return the whole record as one canonical line that starts with the name."""
@@ -170,6 +179,8 @@ class PlannedMatrix:
             f"{piece.rank}[{piece.range.start}:{piece.range.end}]" for piece in owned.pieces
         )
         values |= {"flops": self.flops, "home": f"{self.home.dp},{self.home.tp}"}
+        if self.sharers:
+            values["sharers"] = " ".join(f"{home.dp},{home.tp}" for home in self.sharers)
         return f"{matrix.name}: " + ", ".join(f"{key} {value}" for key, value in values.items())
 
 
@@ -227,6 +238,7 @@ def make_plan(
     num_steps: int,
     buffer_numel: int | None = None,
     one_rank_each: bool = True,
+    share_blocks: bool = False,
 ) -> Plan:
     """Order the matrices by name and give each a home in its grid.
 
@@ -237,6 +249,8 @@ def make_plan(
         buffer_numel: Elements of the matrices' buffers, ``None`` without a layout.
         one_rank_each: Whether one rank alone works on each matrix. If not, all ranks of the home's
             row do, and a matrix that one row holds stays there.
+        share_blocks: Whether several ranks work together on a matrix that is one block and more
+            than the share of one; only with ``one_rank_each``.
 
     Raises:
         PlanError: Two matrices have one name.
@@ -249,17 +263,23 @@ def make_plan(
                 "of each model chunk names of their own, or a layer_number where they are "
                 "numbered layers."
             )
-    homes: dict[str, Home] = {}
+    homes: dict[str, tuple[Home, ...]] = {}
     flops = {item.matrix.name: item.matrix.ns_flops(num_steps) for item in ordered}
     for size, members in _by_ranks(ordered, grids):
         if not one_rank_each:
-            homes |= {o.matrix.name: Home(o.owner, 0) for o in members if o.owner is not None}
+            homes |= {o.matrix.name: (Home(o.owner, 0),) for o in members if o.owner is not None}
             members = [item for item in members if item.owner is None]
-        items = [_home_item(o, flops[o.matrix.name]) for o in members]
-        homes |= choose_homes(items, size.dp, size.tp)
+        is_shared = share_blocks and one_rank_each
+        items = [_home_item(o, flops[o.matrix.name], is_shared) for o in members]
+        homes |= choose_sharers(items, size.dp, size.tp)
     return Plan(
         matrices=tuple(
-            PlannedMatrix(owned=item, home=homes[item.matrix.name], flops=flops[item.matrix.name])
+            PlannedMatrix(
+                owned=item,
+                home=homes[item.matrix.name][0],
+                flops=flops[item.matrix.name],
+                sharers=homes[item.matrix.name] if len(homes[item.matrix.name]) > 1 else (),
+            )
             for item in ordered
         ),
         grids=dict(grids),
@@ -286,7 +306,7 @@ def _by_ranks(
     return [(key[-1], members) for key, members in together.items()]
 
 
-def _home_item(owned: OwnedMatrix, flops: int) -> HomeItem:
+def _home_item(owned: OwnedMatrix, flops: int, may_be_shared: bool) -> HomeItem:
     matrix = owned.matrix
     row_size = matrix.row_size if matrix.is_cut else 1
     held = {piece.rank: piece.range.end - piece.range.start for piece in owned.pieces}
@@ -301,4 +321,5 @@ def _home_item(owned: OwnedMatrix, flops: int) -> HomeItem:
         owner=owned.owner,
         held=held,
         tp_size=row_size,
+        max_sharers=max_sharers(matrix) if may_be_shared else 1,
     )

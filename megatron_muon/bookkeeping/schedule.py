@@ -20,6 +20,10 @@ from dataclasses import dataclass
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.plan import PlannedMatrix
+from megatron_muon.bookkeeping.units import PlannedPart
+
+_GRAMS_IN_THE_MAKING = 4
+"""Matrices as large as its Gram matrix that the iteration on a block works in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ def make_schedule(
     """Return one rank's schedule of the matrices of one grid.
 
     Args:
-        plan: The matrices of the grid, ordered by name.
+        plan: The matrices of the grid, ordered by name; parts in the place of shared ones.
         position: The rank.
         spread: Where Newton-Schulz runs.
         budget_numel: Elements that a rank may send and receive in one collective.
@@ -171,10 +175,11 @@ def cut_into_micro_groups(
     """Cut the matrices into runs that every rank of the grid works on at the same time.
 
     Homes take turns, so that each has work in every run. A run ends before a rank would hold what
-    it works on, or send and receive in one hop, beyond the budget, unless of a single matrix.
+    it works on, or send and receive in one hop, beyond the budget, unless of a single matrix. The
+    parts of a shared matrix are in one run.
 
     Args:
-        plan: The matrices of the grid, ordered by name.
+        plan: The matrices of the grid, ordered by name; parts in the place of shared ones.
         tp_size: Ranks of a row.
         spread: Where Newton-Schulz runs.
         budget_numel: Elements that a rank may send and receive in one hop.
@@ -184,8 +189,10 @@ def cut_into_micro_groups(
     groups: list[tuple[int, ...]] = []
     run: list[int] = []
     load: Counter[tuple[str, int, int]] = Counter()
-    for index in _in_turns(plan, spread, by_bucket):
-        cost = _cost(plan[index], tp_size, spread)
+    for together in _in_turns(plan, spread, by_bucket):
+        cost: Counter[tuple[str, int, int]] = Counter()
+        for index in together:
+            cost.update(_cost(plan[index], tp_size, spread))
         limits = {"held": budget_numel if held_numel is None else held_numel}
         if run and any(
             load[place] + numel > limits.get(place[0], budget_numel)
@@ -194,28 +201,40 @@ def cut_into_micro_groups(
             groups.append(tuple(run))
             run = []
             load.clear()
-        run.append(index)
+        run.extend(together)
         load.update(cost)
     if run:
         groups.append(tuple(run))
     return groups
 
 
-def _in_turns(plan: Sequence[PlannedMatrix], spread: Spread, by_bucket: bool) -> list[int]:
+def _in_turns(
+    plan: Sequence[PlannedMatrix], spread: Spread, by_bucket: bool
+) -> list[tuple[int, ...]]:
     """Order the matrices: the costliest of each home, then the second of each, and so on.
 
-    Where every rank of a row works, the row is the home. Buckets are taken in the order in which a
-    forward pass needs them: Megatron numbers those of a buffer from the last layer on.
+    Where every rank of a row works, the row is the home. The parts of a matrix come together, at
+    the latest turn of their homes. Buckets are taken in the order in which a forward pass needs
+    them: Megatron numbers those of a buffer from the last layer on.
     """
     turn: Counter[tuple[int, int, int, int]] = Counter()
     order = []
     for index in sorted(range(len(plan)), key=lambda i: (-plan[i].flops, plan[i].matrix.name)):
-        owned, home = plan[index].owned, plan[index].home
+        planned = plan[index]
+        together: tuple[int, ...] = (index,)
+        if isinstance(planned, PlannedPart):
+            if planned.number:
+                continue  # it came with the first part
+            together = tuple(range(index, index + planned.count))
+        owned = planned.owned
         bucket = (owned.buffer_idx, -owned.bucket_idx) if by_bucket else (0, 0)
-        place = home.dp, 0 if spread.everywhere else home.tp
-        order.append((*bucket, turn[*bucket, *place], *place, index))
-        turn[*bucket, *place] += 1
-    return [index for *_, index in sorted(order)]
+        homes = (plan[i].home for i in together)
+        places = [(*bucket, home.dp, 0 if spread.everywhere else home.tp) for home in homes]
+        now = max(turn[place] for place in places)
+        order.append((*bucket, now, *places[0], together))
+        for place in places:
+            turn[place] = now + 1
+    return [together for *_, together in sorted(order)]
 
 
 def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple[str, int, int]]:
@@ -224,6 +243,10 @@ def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple
     cost: Counter[tuple[str, int, int]] = Counter()
     for tp in range(tp_size) if spread.everywhere else [home.tp]:
         cost["held", home.dp, tp] = matrix.numel if spread.whole else matrix.local_numel
+    if isinstance(planned, PlannedPart):  # all parts of a run are in the making at a time
+        cost["held", home.dp, home.tp] += (
+            _GRAMS_IN_THE_MAKING * min(planned.whole.matrix.shape) ** 2
+        )
     for tp in range(tp_size):
         for piece in planned.owned.pieces:
             if piece.rank != home.dp:

@@ -79,3 +79,40 @@ def write_stretch(view: torch.Tensor, start: int, end: int, source: torch.Tensor
     for part in stretch(view, start, end):
         part.copy_(source[offset : offset + part.numel()].view(part.shape))
         offset += part.numel()
+
+
+def part_of_piece(
+    piece: torch.Tensor, start: int, columns: int, dim: int, lines: tuple[int, int]
+) -> Iterator[torch.Tensor]:
+    """Yield views of the elements of a piece that lie in some lines of the shard, in their order.
+
+    Args:
+        piece: Elements of a shard in row-major order, flat and contiguous.
+        start: The first of them in the shard.
+        columns: Columns of the shard.
+        dim: 0 for lines that are rows, 1 for columns.
+        lines: First line and end of the lines.
+
+    Yields:
+        Views of one dimension, and one of two for the whole rows of which ``lines`` are columns.
+    """
+    first, past = lines
+    end = start + piece.numel()
+    if dim == 0:
+        low, high = max(start, first * columns), min(end, past * columns)
+        if low < high:
+            yield piece[low - start : high - start]
+        return
+    at = start
+    while at < end:
+        column = at % columns
+        num_rows = (end - at) // columns if column == 0 else 0
+        if num_rows:
+            length = num_rows * columns
+            yield piece[at - start :][:length].view(num_rows, columns)[:, first:past]
+        else:  # a part of one row
+            length = min(columns - column, end - at)
+            low, high = max(first, column), min(past, column + length)
+            if low < high:
+                yield piece[at - start - column + low : at - start - column + high]
+        at += length

@@ -353,7 +353,10 @@ def _bind(
         buffer_numel = layer_wise.buffer_numel
     one_rank_each = settings.tp_mode == "owner"
     plan = raise_together(
-        lambda: make_plan(owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each), ranks
+        lambda: make_plan(
+            owned, sizes, settings.num_ns_steps, buffer_numel, one_rank_each, settings.share_blocks
+        ),
+        ranks,
     )
     _compare_plans(plan, config, settings, groups, ranks)
 

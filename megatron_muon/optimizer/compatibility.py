@@ -40,6 +40,7 @@ class Chosen:
         gathers_early: Whether gathers of weights start in the optimizer's step.
         overlap_param_gather: Whether they overlap with the forward pass.
         borrows_grads: Whether they go through the gradient buffer.
+        share_blocks: Whether several ranks work on a block together.
     """
 
     layout: str
@@ -56,6 +57,7 @@ class Chosen:
     gathers_early: bool = False
     overlap_param_gather: bool = False
     borrows_grads: bool = False
+    share_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,15 @@ PAIRS: tuple[Pair, ...] = (
             _repeats_work(tp_mode),
             "ranks that compute the same block have to find the same bits",
             "Drop --muon-use-syrk, or use --muon-tp-mode owner.",
+        )
+        for tp_mode in ("duplicated", "distributed", "blockwise")
+    ),
+    *(
+        Pair(
+            Choice("--muon-share-blocks", lambda c: c.share_blocks),
+            _repeats_work(tp_mode),
+            "every rank of a tensor-parallel group works on each matrix already",
+            "Drop --muon-share-blocks, or use --muon-tp-mode owner.",
         )
         for tp_mode in ("duplicated", "distributed", "blockwise")
     ),

@@ -109,6 +109,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "it supports. It tunes itself in each process, so that the last bits of an update may "
         "depend on the rank that computes it.",
     ),
+    "--muon-share-blocks": dict(
+        action="store_true",
+        help="Let 2, 4 or 8 ranks orthogonalize a matrix together that is one block and more than "
+        "an even share of a rank's work. The update is then equal to that of one rank but for "
+        "rounding.",
+    ),
     "--muon-split-heads": dict(
         action="store_true",
         help="Orthogonalize every head of q, k, v (and an output gate) apart; not the output "
@@ -185,6 +191,9 @@ class MuonConfig(OptimizerConfig):
     muon_use_syrk: bool = False
     """Multiply x x^T in Newton-Schulz by emerging-optimizers' Triton kernel on CUDA."""
 
+    muon_share_blocks: bool = False
+    """Whether several ranks orthogonalize a block together that is more than a rank's share."""
+
     muon_split_heads: bool = False
     """Whether every head of q, k and v is orthogonalized apart."""
 
@@ -221,6 +230,7 @@ class MuonSettings:
         split_qkv: Orthogonalize q, k and v of a fused projection apart.
         split_gated_fc1: Orthogonalize gate and up of a gated unit's first layer apart.
         split_heads: Orthogonalize every head of q, k and v apart.
+        share_blocks: Let several ranks work together on a block that is more than a rank's share.
         use_syrk: Multiply by emerging-optimizers' Triton kernel on CUDA.
         tp_mode: Where tensor-parallel matrices are orthogonalized.
         layout: How parameters lie in the buckets, None without a distributed optimizer.
@@ -250,6 +260,7 @@ class MuonSettings:
     split_qkv: bool
     split_gated_fc1: bool
     split_heads: bool
+    share_blocks: bool
     use_syrk: bool
     tp_mode: TPMode
     layout: str | None
@@ -347,6 +358,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
             exchange_dtype=exchange_dtype,
             split_qkv=splits.qkv,
             split_heads=splits.heads,
+            share_blocks=getattr(config, "muon_share_blocks", False),
             use_syrk=getattr(config, "muon_use_syrk", False),
             gathers_early=gathers_early,
             overlap_param_gather=config.overlap_param_gather,
@@ -371,6 +383,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         split_qkv=splits.qkv,
         split_gated_fc1=splits.gated_fc1,
         split_heads=splits.heads,
+        share_blocks=getattr(config, "muon_share_blocks", False),
         use_syrk=getattr(config, "muon_use_syrk", False),
         tp_mode=tp_mode,
         layout=layout if distributed else None,

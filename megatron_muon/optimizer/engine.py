@@ -12,12 +12,16 @@ from contextlib import ExitStack
 import torch
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.parts import long_dim
 from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.bookkeeping.schedule import MicroGroup, Transfer, make_schedule
+from megatron_muon.bookkeeping.units import PlannedPart, units_of
 from megatron_muon.collectives.arena import Arena
+from megatron_muon.collectives.shards import part_of_piece
 from megatron_muon.errors import PlanError
 from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.gathered import gathered_update
+from megatron_muon.optimizer.shared import SharedBlocks
 from megatron_muon.optimizer.station import Station
 from megatron_muon.optimizer.together import orthogonalize_together
 
@@ -36,7 +40,13 @@ Tensors = dict[int, torch.Tensor]
 
 
 class Engine:
-    """Orthogonalizes the matrices of one data x tensor grid; every rank of the grid steps it."""
+    """Orthogonalizes the matrices of one data x tensor grid; every rank of the grid steps it.
+
+    Attributes:
+        matrices: The matrices.
+        plan: What it moves and works on: the matrices, in the place of each shared one its parts.
+        schedule: How.
+    """
 
     def __init__(self, plan: Sequence[PlannedMatrix], station: Station) -> None:
         """Make the schedule.
@@ -49,12 +59,20 @@ class Engine:
             PlanError: A matrix is cut over another number of ranks than the group has.
             ConfigurationError: The mode cannot step a matrix.
         """
-        self.plan, self.station = tuple(plan), station
+        self.matrices, self.plan, self.station = tuple(plan), units_of(plan), station
         self.position, self._spread = station.position, station.settings.spread
-        self._ranges: dict[int, ParamRange] = {}
-        for i, planned in enumerate(self.plan):
+        self._held: dict[str, ParamRange] = {}
+        for planned in self.matrices:
             self._check(planned)
             range_ = planned.owned.range_on(self.position.dp, self.position.tp)
+            if range_ is not None:
+                self._held[planned.matrix.name] = range_
+        self._ranges: dict[int, ParamRange] = {}
+        for i, planned in enumerate(self.plan):
+            if isinstance(planned, PlannedPart):
+                range_ = planned.owned.range_on(self.position.dp, self.position.tp)
+            else:
+                range_ = self._held.get(planned.matrix.name)
             if range_ is not None:
                 self._ranges[i] = range_
         self.schedule: list[MicroGroup] = make_schedule(
@@ -65,13 +83,14 @@ class Engine:
             station.settings.budget_nbytes // torch.float32.itemsize,
             station.settings.by_bucket,
         )
+        self._shared = SharedBlocks(self.plan, [g.indices for g in self.schedule], station)
 
     def held_numel(self) -> dict[str, int]:
         """Return how many elements this rank has of each matrix that it has a piece of.
 
         They are the first ones of what it holds: what fills a shard up is never touched.
         """
-        return {self.plan[i].matrix.name: range_.numel for i, range_ in self._ranges.items()}
+        return {name: range_.numel for name, range_ in self._held.items()}
 
     def is_home(self, planned: PlannedMatrix) -> bool:
         """Whether this rank orthogonalizes a matrix, alone or with the others of its row."""
@@ -96,7 +115,7 @@ class Engine:
             with ExitStack() as scratch:
                 self._step(group, read, apply, scratch)
             if done is not None:
-                done([self.plan[i].matrix.name for i in group.indices])
+                done(self._names_of(group))
 
     def _step_by_gather(self, i: int, read: Read, apply: Apply, scratch: ExitStack) -> None:
         planned, range_ = self.plan[i], self._ranges.get(i)
@@ -107,7 +126,7 @@ class Engine:
                 apply(planned, update)
 
     def _step(self, group: MicroGroup, read: Read, apply: Apply, scratch: ExitStack) -> None:
-        inputs = {i: self._input(self.plan[i], read) for i in group.held}
+        inputs = self._inputs(group, read, scratch)
         shards = self._to_row(group, inputs, scratch)
         inputs.clear()
         if self._spread.whole:
@@ -116,8 +135,58 @@ class Engine:
             updates = self._on_shards(group, shards)
         pieces = self._from_row(group, updates, scratch)
         with self.station.account.phase("update"):
-            for i, update in pieces.items():
-                apply(self.plan[i], update)
+            self._apply(pieces, apply, scratch)
+
+    def _names_of(self, group: MicroGroup) -> list[str]:
+        """Return the matrices of a micro-group, which has all parts of a shared one."""
+        planned = [self.plan[i] for i in group.indices]
+        return [(p.whole if isinstance(p, PlannedPart) else p).matrix.name for p in planned]
+
+    def _inputs(self, group: MicroGroup, read: Read, scratch: ExitStack) -> Tensors:
+        """Read what is orthogonalized of this rank's pieces; one of a shared matrix is cut."""
+        inputs: Tensors = {}
+        wholes: dict[str, torch.Tensor] = {}
+        for i in group.held:
+            planned = self.plan[i]
+            if not isinstance(planned, PlannedPart):
+                inputs[i] = self._input(planned, read)
+                continue
+            name = planned.whole.matrix.name
+            if name not in wholes:
+                wholes[name] = self._input(planned.whole, read)
+            views = self._views(planned, wholes[name])
+            if len(views) == 1 and views[0].is_contiguous():
+                inputs[i] = views[0].flatten()
+                continue
+            inputs[i] = self.station.borrow(self._ranges[i].numel, scratch)
+            for part, view in zip(_like(views, inputs[i]), views, strict=True):
+                part.copy_(view)
+        return inputs
+
+    def _apply(self, pieces: Tensors, apply: Apply, scratch: ExitStack) -> None:
+        """Apply the updates of this rank's pieces; of a shared matrix, that of all its parts."""
+        wholes: dict[str, tuple[PlannedMatrix, torch.Tensor]] = {}
+        for i, update in pieces.items():
+            planned = self.plan[i]
+            if not isinstance(planned, PlannedPart):
+                apply(planned, update)
+                continue
+            name = planned.whole.matrix.name
+            if name not in wholes:
+                numel = self._held[name].numel
+                wholes[name] = planned.whole, self.station.borrow(numel, scratch)
+            views = self._views(planned, wholes[name][1])
+            for part, view in zip(_like(views, update), views, strict=True):
+                view.copy_(part)
+        for planned, update in wholes.values():
+            apply(planned, update)
+
+    def _views(self, part: PlannedPart, piece: torch.Tensor) -> list[torch.Tensor]:
+        """View the elements of a part in this rank's piece of the whole matrix."""
+        matrix = part.whole.matrix
+        _, columns = matrix.local_shape
+        start = self._held[matrix.name].start
+        return list(part_of_piece(piece, start, columns, long_dim(matrix), part.lines))
 
     def _input(self, planned: PlannedMatrix, read: Read) -> torch.Tensor:
         with self.station.account.phase("momentum"):
@@ -172,8 +241,13 @@ class Engine:
     def _at_home(self, group: MicroGroup, shards: Tensors, scratch: ExitStack) -> Tensors:
         """From the shards of a row to the shards of its updates, by way of the whole matrices."""
         wholes = self._to_home(group, shards, scratch)
+        self._shared.orthogonalize(group.indices, wholes)
         self.station.orthogonalize(
-            [(whole, whole, self.plan[i].matrix.blocks) for i, whole in wholes.items()]
+            [
+                (whole, whole, self.plan[i].matrix.blocks)
+                for i, whole in wholes.items()
+                if not isinstance(self.plan[i], PlannedPart)
+            ]
         )
         results = {i: self.station.round_(whole) for i, whole in wholes.items()}
         return self._from_home(group, results, scratch)
@@ -262,6 +336,12 @@ class Engine:
 def _stretch_of(flat: torch.Tensor, range_: ParamRange, start: int = 0) -> torch.Tensor:
     """View the elements of a range in a flat tensor whose first element is ``start``."""
     return flat[range_.start - start : range_.end - start]
+
+
+def _like(views: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """View a flat tensor as tensors of the shapes of some views, one after the other."""
+    parts = torch.split(flat, [view.numel() for view in views])
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
 
 
 def run_engines(

@@ -227,7 +227,8 @@ class OwnedMuon(torch.optim.Optimizer):
     def own_load(self) -> tuple[int, int]:
         """Return the Newton-Schulz flops and the elements that the plan gives to this rank.
 
-        In owner mode a matrix costs its home alone; in the other modes every tensor-parallel rank
+        In owner mode a matrix costs its home alone, or each home of its parts an equal share; in
+        the other modes every tensor-parallel rank
         of the home's row works on it, counted as the whole.
         """
         flops = sum(
@@ -257,7 +258,7 @@ class OwnedMuon(torch.optim.Optimizer):
                 "the optimizer with megatron.core.optimizer.get_megatron_optimizer."
             )
         for engine in self.engines:
-            for planned in engine.plan:
+            for planned in engine.matrices:
                 self._check_master(planned.owned, engine.position.dp, stepped)
 
     def _check_master(self, owned: OwnedMatrix, dp_rank: int, stepped: set[torch.Tensor]) -> None:

@@ -42,6 +42,8 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
             "blocks": [],
             "owner_ranks": [],
             "home": None,
+            "shared_by": 0,
+            "homes": [],
             "expert_parallel": False,
             "flops": 0,
         }
@@ -58,7 +60,8 @@ def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
                 for rank in tensor_ranks
             ]
             row["expert_parallel"] = item.matrix.expert_parallel
-            row["home"] = {"data": item.home.dp, "tensor": item.home.tp}
+            homes = [{"data": home.dp, "tensor": home.tp} for home in item.homes]
+            row["home"], row["shared_by"], row["homes"] = homes[0], len(homes), homes
             row["flops"] = item.flops
         rows.append(row)
     return rows

@@ -103,11 +103,11 @@ class _Workspace:
         dtype = arithmetic.dtype
         self._batched = kernel.batched
         self._growth = arithmetic.largest_growth if kernel.form == "gram" else 0.0
-        self._source = _aligned(shape, torch.float32, device)
-        self._x = self._source if dtype == torch.float32 else _aligned(shape, dtype, device)
+        self._source = aligned(shape, torch.float32, device)
+        self._x = self._source if dtype == torch.float32 else aligned(shape, dtype, device)
         self._scratch = Scratch(
-            _aligned(shape, dtype, device),
-            *(_aligned((count, short, short), dtype, device) for _ in range(4)),
+            aligned(shape, dtype, device),
+            *(aligned((count, short, short), dtype, device) for _ in range(4)),
         )
         self._products = Products(
             strip=torch.empty(STRIP_ROWS * short, dtype=dtype, device=device)
@@ -144,7 +144,7 @@ def _short_first(x: torch.Tensor) -> torch.Tensor:
     return x.mT if x.shape[0] > x.shape[1] else x
 
 
-def _aligned(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def aligned(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory for blocks, ``(B, a, b)``, each of which begins aligned."""
     count, rows, columns = shape
     step = _ALIGNMENT_NBYTES // dtype.itemsize

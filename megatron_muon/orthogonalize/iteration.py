@@ -95,23 +95,24 @@ def iterate(
     """
     done = 0
     for length in lengths:
-        _take_segment(x, coefficients[done : done + length], scratch, products)
+        products.gram(x, scratch.gram)
+        take_segment(x, coefficients[done : done + length], scratch, products)
         x, scratch.x = scratch.x, x
         done += length
     return x
 
 
-def _take_segment(
+def take_segment(
     x: torch.Tensor, coefficients: Coefficients, scratch: Scratch, products: Products
 ) -> None:
     """Write to ``scratch.x`` what a segment's steps make of the blocks ``x``.
 
-    A step is ``X <- Z X`` with ``Z = a I + P``, ``P = b R + c R^2`` and ``R = X X^T``. The product
-    of all ``Z`` is kept as ``alpha I + Q``, so that rounding ``Q`` leaves the part of the identity
-    exact, and ``R <- Z R Z`` needs no ``X``. All are polynomials of one symmetric matrix, so that
-    they commute and their products are symmetric. With one step this is the standard form.
+    Their Gram matrix is in ``scratch.gram``. A step is ``X <- Z X`` with ``Z = a I + P``,
+    ``P = b R + c R^2`` and ``R = X X^T``. The product of all ``Z`` is kept as ``alpha I + Q``, so
+    that rounding ``Q`` leaves the part of the identity exact, and ``R <- Z R Z`` needs no ``X``.
+    All are polynomials of one symmetric matrix, so that they commute and their products are
+    symmetric. With one step this is the standard form.
     """
-    products.gram(x, scratch.gram)
     alpha = 1.0
     for i, (a, b, c) in enumerate(coefficients):
         R, P, Q = scratch.gram, scratch.polynomial, scratch.factor

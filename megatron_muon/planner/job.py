@@ -61,6 +61,8 @@ class PlanSettings:
         momentum_nbytes: Of momentum.
         exchange_nbytes: Of what travels.
         budget_nbytes: What a rank may send and receive in one collective.
+        share_blocks: Whether several ranks work on a block together that is more than a rank's
+            share.
     """
 
     layout: str = "owner"
@@ -76,6 +78,7 @@ class PlanSettings:
     momentum_nbytes: int = 4
     exchange_nbytes: int = 4
     budget_nbytes: int = BUDGET_NBYTES
+    share_blocks: bool = False
 
     def bucket_of(self, sizes: ParallelSizes, pp_rank: int, chunk: int) -> int | None:
         """Return the elements of a bucket, ``None`` where all of a buffer is one.
@@ -189,7 +192,10 @@ class StagePlan:
 
     def _plan(self, owned: list[OwnedMatrix]) -> Plan:
         numel = sum(buffer.layout.numel for buffer in self.buffers if buffer.of_matrices)
-        return make_plan(owned, self.grids, self._settings.num_ns_steps, numel)
+        settings = self._settings
+        return make_plan(
+            owned, self.grids, settings.num_ns_steps, numel, share_blocks=settings.share_blocks
+        )
 
     @property
     def ep_ranks(self) -> range:

@@ -65,7 +65,7 @@ def save_picture(report: JobReport, path: Path, pp_rank: int = 0) -> None:
 
 
 def _draw_map(axis: Any, stage: StageNumbers) -> None:
-    """Draw a line a matrix: dark where a data-parallel rank holds it, a dot at its home."""
+    """Draw a line a matrix: dark where a data-parallel rank holds it, a dot at each home."""
     dense = [p for p in stage.stage.first_plan.matrices if not p.matrix.expert_parallel]
     matrices = (dense or list(stage.stage.first_plan.matrices))[:_MAX_ROWS]
     size = max((stage.stage.grids[p.owned.grid].dp for p in matrices), default=1)
@@ -75,8 +75,8 @@ def _draw_map(axis: Any, stage: StageNumbers) -> None:
             row[piece.rank] = piece.range.numel / planned.matrix.local_numel
     if matrices:
         axis.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-        homes = [planned.home.dp for planned in matrices]
-        axis.scatter(homes, range(len(homes)), s=6, color="crimson", label="home")
+        dots = [(home.dp, i) for i, planned in enumerate(matrices) for home in planned.homes]
+        axis.scatter(*zip(*dots, strict=True), s=6, color="crimson", label="home")
         axis.legend(loc="upper right")
     axis.set_ylabel("dense matrices, by name" if dense else "matrices, by name")
     axis.set_xlabel("data-parallel rank (shade: share of the matrix that it holds)")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from megatron_muon.bookkeeping.gram_sums import strip_numel, strips_of
 from megatron_muon.bookkeeping.plan import Plan, PlannedMatrix
+from megatron_muon.bookkeeping.units import PlannedPart, units_of
 from megatron_muon.planner.costs import (
     Hardware,
     LayoutCosts,
@@ -20,6 +22,10 @@ from megatron_muon.planner.job import Buffer, JobPlan, PlanSettings, StagePlan
 
 _FP32_NBYTES = 4
 _ADAM_NBYTES = 8
+_GRAM_SUMS = 2
+"""Sums of the Gram matrix of a shared block in a step, as with quintic's products in fp32. In bf16
+there are three, of half the bytes."""
+
 MAX_PLANS_TO_FINGERPRINT = 64
 """A job with more different plans is given a fingerprint only where it is asked for."""
 
@@ -53,7 +59,7 @@ class RankLoads:
         """Add one matrix; the hops are those of :mod:`megatron_muon.bookkeeping.schedule`.
 
         Args:
-            planned: The matrix.
+            planned: The matrix, or a part of a shared one.
             row_size: Ranks of a row of its grid.
             rank_of: Rank of the stage at a place of the grid.
         """
@@ -76,6 +82,16 @@ class RankLoads:
                 if matrix.is_cut:
                     self.tensor_numel[rank_of(home.dp, tp)] += matrix.local_numel
                 self.tensor_numel[at] += matrix.local_numel
+        if isinstance(planned, PlannedPart):
+            sent = self.tensor_numel if planned.is_in_row else self.data_numel
+            sent[at] += _GRAM_SUMS * _sent_for_a_sum(planned)
+
+
+def _sent_for_a_sum(part: PlannedPart) -> int:
+    """Return what the home of a part sends: its own strips to the others, and its sum to each."""
+    strips = strips_of(min(part.whole.matrix.shape), part.count)
+    numels = [strip_numel(strip) for strip in strips]
+    return sum(numels) + (part.count - 2) * numels[part.number]
 
 
 def stage_loads(stage: StagePlan) -> RankLoads:
@@ -86,13 +102,13 @@ def stage_loads(stage: StagePlan) -> RankLoads:
     """
     sizes = stage.sizes
     loads = RankLoads.of(sizes.num_stage_ranks)
-    for planned in stage.shared:
+    for planned in units_of(stage.shared):
         row = stage.grids[planned.owned.grid].tp
         loads.add(planned, row, lambda dp, tp, row=row: dp * row + tp)  # type: ignore[misc]
     if not stage.has_experts_apart:
         return loads
     own = RankLoads.of(sizes.expert_dp * sizes.expert_tp)
-    for planned in stage.experts(0):
+    for planned in units_of(stage.experts(0)):
         own.add(planned, sizes.expert_tp, lambda dp, tp: dp * sizes.expert_tp + tp)
     for rank in range(sizes.num_stage_ranks):
         rest, tp = divmod(rank, sizes.expert_tp)
@@ -163,9 +179,15 @@ class StageNumbers:
 
     @property
     def over_bound(self) -> float:
-        """The busiest rank's flops over what it bears at least, since no matrix is shared."""
-        flops, largest = self.loads.flops, max(p.flops for p in self.stage.first_plan.matrices)
+        """The busiest rank's flops over what it bears at least: a matrix, or a part of one."""
+        flops = self.loads.flops
+        largest = max(unit.flops for unit in units_of(self.stage.first_plan.matrices))
         return max(flops) / max(largest, sum(flops) / len(flops))
+
+    @property
+    def num_shared(self) -> int:
+        """Matrices that several ranks work on together."""
+        return sum(len(planned.homes) > 1 for planned in self.stage.first_plan.matrices)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report's form."""
@@ -175,6 +197,7 @@ class StageNumbers:
             "pipeline_rank": stage.pp_rank,
             "layers": [[layers.start, layers.stop] for layers in stage.layers],
             "matrices": len(stage.first_plan.matrices),
+            "shared_matrices": self.num_shared,
             "balance": {
                 "flops_max_over_mean": max_over_mean(loads.flops),
                 "flops_max_over_bound": self.over_bound,
@@ -323,6 +346,8 @@ def ownership_rows(job: JobPlan) -> Iterator[dict[str, Any]]:
                 "bucket": planned.owned.bucket_idx,
                 "owners": [[p.rank, p.range.start, p.range.end] for p in planned.owned.pieces],
                 "home": {"data": planned.home.dp, "tensor": planned.home.tp},
+                "shared_by": len(planned.homes),
+                "homes": [{"data": home.dp, "tensor": home.tp} for home in planned.homes],
                 "flops": planned.flops,
             }
 
@@ -348,6 +373,11 @@ def job_assumptions(job: JobPlan) -> list[str]:
         f"{job.model.transformer_impl} modules; weights of {settings.param_nbytes} bytes, "
         f"gradients of {settings.grad_nbytes}"
     )
+    if settings.share_blocks:
+        said.append(
+            "a shared block's work is counted as split evenly: what each of its ranks repeats on "
+            "the Gram matrix is left out, as are the savings of kernels"
+        )
     if job.sizes.ep > 1:
         said.append("experts are shown for the first expert-parallel rank; the others' are alike")
     return said
@@ -408,6 +438,11 @@ def _memory(stage: StagePlan, settings: PlanSettings, loads: RankLoads, scalar_h
     )
 
 
+def _gram_of(unit: PlannedMatrix, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of the block that a unit's block is a part of, or is."""
+    return unit.whole.matrix.shape if isinstance(unit, PlannedPart) else shape
+
+
 def _scratch(plan: Plan, settings: PlanSettings, loads: RankLoads) -> int:
     """Return an estimate of the bytes of a micro-group.
 
@@ -417,13 +452,13 @@ def _scratch(plan: Plan, settings: PlanSettings, loads: RankLoads) -> int:
     """
     if not plan.matrices:
         return 0
-    largest = max(planned.matrix.numel for planned in plan.matrices)
+    units = units_of(plan.matrices)
+    largest = max(unit.matrix.numel for unit in units)
     worked = max(loads.worked)
     whole = min(worked, max(largest, settings.budget_nbytes // _FP32_NBYTES))
     moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))),
                 settings.budget_nbytes // _FP32_NBYTES)  # fmt: skip
-    block = max(
-        rows * columns + 3 * min(rows, columns) ** 2
-        for rows, columns in {s for p in plan.matrices for s in set(p.matrix.block_shapes())}
-    )
+    shapes = {(*shape, min(_gram_of(unit, shape))) for unit in units
+              for shape in set(unit.matrix.block_shapes())}  # fmt: skip
+    block = max(rows * columns + 3 * short**2 for rows, columns, short in shapes)
     return (3 * whole + 2 * moved + block) * _FP32_NBYTES

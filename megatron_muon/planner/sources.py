@@ -321,7 +321,8 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
     rules = RoutingRules(
         exclude=tuple(flags.get("muon-exclude", ())), include=tuple(flags.get("muon-include", ()))
     )
-    return replace(settings, splits=splits, rules=rules, **changes)
+    share_blocks = "muon-share-blocks" in flags
+    return replace(settings, splits=splits, rules=rules, share_blocks=share_blocks, **changes)
 
 
 def _one(flags: Flags, flag: str, default: str | None = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.planner.costs import GIB, assumptions
 from megatron_muon.planner.report import (
     MAX_PLANS_TO_FINGERPRINT,
@@ -48,12 +49,17 @@ def lines_of(report: JobReport, num_rows: int) -> Iterator[str]:
         "matrices)"
     )
     yield ""
+    num_shared = sum(stage.num_shared for stage in report.stages)
+    if num_shared:
+        yield f"{num_shared} matrices are each shared by several ranks (--muon-share-blocks)"
+        yield ""
     yield from _table(
         ["stage", "layers", "matrices", "work", "of bound", "elements", "idle", "padding"],
         [_balance_row(stage) for stage in report.stages],
     )
     yield "  work, elements: largest rank over the mean; of bound: over what it bears at least,"
-    yield "  since one rank orthogonalizes a matrix; idle: ranks without Newton-Schulz"
+    yield "  since one rank orthogonalizes a matrix, or a part of a shared one; idle: ranks without"
+    yield "  Newton-Schulz"
     yield ""
     yield from _table(
         ["stage", "GiB sent:", "data", "tensor", "gradients", "weights", "data of whole gather"],
@@ -141,12 +147,17 @@ def _ownership_lines(report: JobReport, num_rows: int) -> Iterator[str]:
                 held = f"{held}-{pieces[-1].rank}"
             rows.append([
                 planned.matrix.name, "x".join(map(str, planned.matrix.shape)), held,
-                f"{planned.home.dp},{planned.home.tp}", f"{planned.flops / 1e9:.1f}",
+                _homes(planned), f"{planned.flops / 1e9:.1f}",
             ])  # fmt: skip
     yield from _table(["matrix", "shape", "held by data ranks", "home data,tensor", "GFLOP"], rows)
     if left_out:
         yield f"  and {left_out} more; --rows shows more, --json has all"
     yield ""
+
+
+def _homes(planned: PlannedMatrix) -> str:
+    first = f"{planned.home.dp},{planned.home.tp}"
+    return f"{first} +{len(planned.homes) - 1}" if planned.sharers else first
 
 
 def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:

@@ -11,6 +11,10 @@ import pytest
 from megatron_muon.bookkeeping.homes import HomeItem, choose_homes, lower_bound, moved_numel
 from megatron_muon.bookkeeping.layout import LayoutItem, compute_owner_layout
 from megatron_muon.bookkeeping.matrix import LogicalMatrix, interleaved, whole
+from megatron_muon.planner.job import PlanSettings, plan_job
+from megatron_muon.planner.models import BUILT_IN
+from megatron_muon.planner.report import max_over_mean, stage_loads
+from megatron_muon.planner.sizes import ParallelSizes
 
 NUM_STEPS = 5
 DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False, grad_reduce_in_fp32=True)
@@ -187,3 +191,50 @@ def test_homes_from_the_flat_layout_balance_the_grid_without_padding(case, overl
     homes = choose_homes(items, case.dp_size, case.tp_size)
     assert_balanced(case, items, homes)
     assert moved_share(items, homes) <= case.flat_moved
+
+
+SHARED_CASES = {
+    # model, TP, DP: the busiest rank's flops over an even share, without and with sharing
+    ("llama3-8b", 1, 256): (4.0, 1.10),
+    ("llama3-70b", 8, 32): (1.6, 1.17),
+    ("llama3-70b", 4, 64): (1.6, 1.17),
+    ("llama3-70b", 8, 64): (3.3, 1.28),
+    ("qwen3-32b", 8, 32): (2.0, 1.04),
+}
+
+
+@pytest.mark.parametrize("layout", ["owner", "flat"])
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_shared_blocks_balance_the_grid(case, layout):
+    """Where a block is more than a rank's share; each of its parts on a rank of its own."""
+    model, tp_size, dp_size = case
+    alone, most = SHARED_CASES[case]
+
+    def stage_of(**changes):
+        settings = PlanSettings(layout=layout, **changes)
+        return plan_job(BUILT_IN[model], ParallelSizes(tp=tp_size, dp=dp_size), settings).stages[0]
+
+    stage, shared = stage_of(), stage_of(share_blocks=True)
+    loads = Counter()
+    for planned in shared.first_plan.matrices:
+        assert len(set(planned.homes)) == len(planned.homes) <= 8
+        for home in planned.homes:
+            loads[home] += planned.flops / len(planned.homes)
+    busiest = max(loads.values()) * dp_size * tp_size / sum(loads.values())
+    assert busiest <= most
+    assert max_over_mean(stage_loads(stage).flops) >= alone
+    assert max_over_mean(stage_loads(shared).flops) == pytest.approx(busiest)
+    assert not any(planned.sharers for planned in stage.first_plan.matrices)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size", "dp_size"), [("llama3-8b", 8, 8), ("gpt2-124m", 1, 64)]
+)
+def test_nothing_is_shared_where_it_would_not_help(model, tp_size, dp_size):
+    """Work is even, or the largest block is one that cannot be shared: the fused projection."""
+    sizes = ParallelSizes(tp=tp_size, dp=dp_size)
+    job, shared = (
+        plan_job(BUILT_IN[model], sizes, PlanSettings(share_blocks=share))
+        for share in (False, True)
+    )
+    assert shared.fingerprint() == job.fingerprint()

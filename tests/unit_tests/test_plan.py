@@ -95,6 +95,26 @@ def test_every_matrix_has_a_home_in_its_own_grid(case):
 
 
 @given(owned_matrices())
+def test_shared_matrices_are_marked_and_only_they(case):
+    """What is not shared has the row that it has without the flag, but for where its home is."""
+    owned, grids = case
+    plan, shared = make_plan(owned, grids, 5), make_plan(owned, grids, 5, share_blocks=True)
+    assert not any(planned.sharers for planned in plan.matrices)
+    for planned, other in zip(plan.matrices, shared.matrices, strict=True):
+        assert other.homes[0] == other.home
+        assert len(other.homes) in (1, 2, 4, 8)
+        assert len(set(other.homes)) == len(other.homes)
+        assert (", sharers " in other.row()) == (len(other.homes) > 1) == bool(other.sharers)
+        if not other.sharers:
+            assert replace(other, home=planned.home).row() == planned.row()
+    if not any(planned.sharers for planned in shared.matrices):
+        assert shared == plan
+        assert shared.fingerprint == plan.fingerprint
+    one_row = make_plan(owned, grids, 5, one_rank_each=False, share_blocks=True)
+    assert not any(planned.sharers for planned in one_row.matrices)
+
+
+@given(owned_matrices())
 def test_a_grid_that_is_not_named_has_one_rank(case):
     owned = [replace(o, pieces=held_by(0, o.matrix)) for o in case[0] if o.matrix.tp_dim is None]
     plan = make_plan(owned, {}, 5)
@@ -182,11 +202,13 @@ def test_a_row_has_every_field():
         f.name for kind in (LogicalMatrix, OwnedMatrix, PlannedMatrix) for f in fields(kind)
     }
     values = dict(part.split(" ", 1) for part in re.split(", (?=[a-z])", row.split(": ", 1)[1]))
-    assert set(values) == expected - {"name", "matrix", "owned"}
+    assert set(values) == expected - {"name", "matrix", "owned", "sharers"}
     assert values["shape"] == "(12, 8)"
     assert values["range"] == "(64, 112)"
     assert values["pieces"] == "1[0:48]"
     assert values["home"] == "1,0"
+    (row,) = make_plan([BASE], GRIDS, 5, share_blocks=True).rows()
+    assert row.endswith("home 0,0, sharers 0,0 0,1") or row.endswith("home 1,0, sharers 1,0 1,1")
 
 
 def test_the_rows_are_written_once_for_the_fingerprint():

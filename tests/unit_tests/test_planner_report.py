@@ -1,13 +1,16 @@
 """The numbers of a plan: balance, padding, bytes and memory on known models."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from megatron_muon.bookkeeping.gram_sums import LineRounds, shared_matrices
 from megatron_muon.bookkeeping.routing import RoutingRules, SplitRules
 from megatron_muon.bookkeeping.schedule import Position, Spread, make_schedule
+from megatron_muon.bookkeeping.units import units_of
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.planner.costs import HARDWARE, LayoutCosts, choose_layout
 from megatron_muon.planner.job import BUDGET_NBYTES, PlanSettings, plan_job
@@ -226,7 +229,8 @@ def test_json_has_every_part_and_shares_add_up():
     assert len(told["stages"]) == 2
     for stage in told["stages"]:
         assert set(stage) == {
-            "pipeline_rank", "layers", "matrices", "balance", "buffers", "bytes", "memory", "step",
+            "pipeline_rank", "layers", "matrices", "shared_matrices", "balance", "buffers",
+            "bytes", "memory", "step",
         }  # fmt: skip
         assert sum(stage["step"]["shares"].values()) == pytest.approx(1)
         assert stage["memory"]["total_bytes"] == sum(stage["memory"].values()) / 2
@@ -234,9 +238,49 @@ def test_json_has_every_part_and_shares_add_up():
     row = told["ownership"][0]
     assert set(row) == {
         "name", "pipeline_rank", "shape", "blocks", "expert_parallel", "bucket", "owners", "home",
-        "flops",
+        "shared_by", "homes", "flops",
     }  # fmt: skip
     assert told["fingerprint"] == job.fingerprint()
+
+
+def test_shared_matrices_are_marked_in_text_and_json():
+    sizes = ParallelSizes(tp=8, dp=32)
+    job = plan_job(BUILT_IN["llama3-70b"], sizes, PlanSettings(share_blocks=True))
+    report = make_report(job, H100, with_fingerprint=False)
+    said = "\n".join(lines_of(report, 4))
+    assert "80 matrices are each shared by several ranks (--muon-share-blocks)" in said
+    assert len(re.findall(r"linear_fc1\.weight .* \d+,\d \+1 ", said)) == 1
+    assert "counted as split evenly" in said
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["stages"][0]["shared_matrices"] == 80
+    assert told["stages"][0]["balance"]["flops_max_over_mean"] < 1.17
+    for row in told["ownership"]:
+        assert row["shared_by"] == len(row["homes"]) == (2 if "fc1" in row["name"] else 1)
+        assert row["home"] == row["homes"][0]
+    plain = "\n".join(lines_of(report_of("llama3-70b", tp=8, dp=32), 4))
+    assert "shared by several" not in plain
+    assert "counted as split" not in plain
+
+
+def test_the_sums_of_gram_matrices_are_counted():
+    """Beside the pieces: of two sums of the one shared matrix what its homes send."""
+    model = replace(GPT2, num_layers=1)
+    rules = RoutingRules(exclude=("*linear_*[!1].weight",))
+    sizes = ParallelSizes(dp=4)
+    (stage,) = plan_job(model, sizes, PlanSettings(rules=rules, share_blocks=True)).stages
+    (planned,) = stage.first_plan.matrices
+    assert len(planned.homes) == 4
+    numel, owner = planned.matrix.numel, planned.owned.owner
+    loads = stage_loads(stage)
+    position = Position(dp=0, tp=0, dp_size=4, tp_size=1)
+    for dp in range(4):
+        at = replace(position, dp=dp)
+        shared = shared_matrices(units_of([planned]), range(4), at, in_row=False)
+        rounds = LineRounds(dp, 4).sums(shared, 1 << 40)
+        sent = 2 * sum(sum(r.sent) for r in (*rounds.gather, *rounds.spread))
+        pieces = 3 * numel // 4 if dp == owner else numel // 4
+        assert loads.data_numel[dp] == sent + pieces
+        assert 0 < sent < 4 * 768**2
 
 
 def test_text_has_every_part():

@@ -16,6 +16,7 @@ from tests.unit_tests.planner_job import fingerprints
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 BUCKETS = {"overlap_grad": True, "bucket_size": 5000}
+SHARED = {"layers": 1, "exclude": "*linear_*[!1].weight", "share_blocks": True}
 CASES = {
     "owner layout": Case(),
     "flat layout in buckets": Case(layout="flat", **BUCKETS),
@@ -28,6 +29,8 @@ CASES = {
     "two stages in buckets, by a provider": Case(pp=2, layout="flat", **BUCKETS),
     "two stages in buckets, by a builder": Case(pp=2, layout="flat", wrap="builder", **BUCKETS),
     "two stages of two chunks": Case(pp=2, vpp=2, layers=4),
+    "a matrix that two ranks of a row share": Case(tp=2, **SHARED),
+    "a matrix that two ranks of a column share": Case(layout="flat", **SHARED),
     "experts": Case(experts=4, gated=False),
     "experts of two ranks": Case(experts=4, ep=2, bias=False),
     "experts of two ranks, flat": Case(experts=4, ep=2, bias=False, layout="flat"),
@@ -61,6 +64,7 @@ def planned(case):
             qkv=case.split_qkv, gated_fc1=case.split_gated_fc1, heads=case.split_heads
         ),
         rules=RoutingRules(exclude=(case.exclude,) if case.exclude else ()),
+        share_blocks=case.share_blocks,
     )
     return plan_job(model, sizes, settings)
 
@@ -68,6 +72,13 @@ def planned(case):
 @pytest.mark.parametrize("name", CASES)
 def test_the_fingerprint_is_that_of_a_run(name):
     assert planned(CASES[name]).fingerprint() == printed()[name]
+
+
+def test_shared_matrices_are_shared():
+    for name, case in CASES.items():
+        (stage, *_) = planned(case).stages
+        shared = [len(item.homes) for item in stage.first_plan.matrices if item.sharers]
+        assert shared == ([2] if "share" in name else [])
 
 
 def test_every_case_has_a_plan_of_its_own():

@@ -35,6 +35,7 @@ from megatron_muon.bookkeeping.schedule import (
     cut_into_rounds,
     make_schedule,
 )
+from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
 SPREADS = {
     "owner": Spread(whole=True, everywhere=False),
@@ -82,6 +83,14 @@ def num_held(matrix, tp):
     return rows * columns
 
 
+def bundles_of(case):
+    """Matrices, and the parts of one together."""
+    bundles = defaultdict(list)
+    for i, planned in enumerate(case.plan):
+        bundles[planned.whole.matrix.name if isinstance(planned, PlannedPart) else i].append(i)
+    return list(bundles.values())
+
+
 def elements_of(planned, piece, tp):
     """Those of a piece, in the shard of a rank of the row."""
     if piece is None:
@@ -89,15 +98,17 @@ def elements_of(planned, piece, tp):
     return range(num_held(planned.matrix, tp))[piece.range.start : piece.range.end]
 
 
-def plan_of(owned, dp, tp):
-    return make_plan(owned, {Grid(gtp=gtp): GridSize(dp, tp) for gtp in (False, True)}, 5).matrices
+def plan_of(owned, dp, tp, share_blocks=False):
+    grids = {Grid(gtp=gtp): GridSize(dp, tp) for gtp in (False, True)}
+    return units_of(make_plan(owned, grids, 5, share_blocks=share_blocks).matrices)
 
 
 @st.composite
 def cases(draw):
     """Matrices of owners and others cut by the slices of a bucket, with and without tensor cut.
 
-    The rows of some are cut so that the last ranks have fewer, or none, and are filled up.
+    In the place of some are the parts that several ranks share; they move as matrices do. The rows
+    of others are cut so that the last ranks have fewer, or none, and are filled up.
     """
     dp, tp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     owned, cursor = [], 0
@@ -123,7 +134,7 @@ def cases(draw):
             pieces = held_by(draw(st.integers(0, dp - 1)), matrix)
         owned.append(OwnedMatrix(matrix=matrix, pieces=pieces))
     budget = draw(st.one_of(st.integers(2, 40), st.just(PLENTY)))
-    return Case(plan_of(owned, dp, tp), dp, tp, budget)
+    return Case(plan_of(owned, dp, tp, draw(st.booleans())), dp, tp, budget)
 
 
 spreads = pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
@@ -408,12 +419,18 @@ def loads_of(case, spread, group):
 @spreads
 @given(cases())
 def test_micro_groups_cover_every_matrix_once_within_the_bound(spread, case):
-    """No rank holds, or moves in one hop, more than the budget, unless of a single matrix."""
+    """No rank holds, or moves in one hop, more than the budget, unless of a single matrix.
+
+    The parts of a shared matrix are in one group.
+    """
     groups = cut_into_micro_groups(case.plan, case.tp, spread, case.budget)
     assert sorted(i for group in groups for i in group) == list(range(len(case.plan)))
     for group in groups:
         loads = loads_of(case, spread, group)
-        assert all(load.total() <= case.budget or len(load) == 1 for load in loads.values())
+        bundles = [bundle for bundle in bundles_of(case) if set(bundle) <= set(group)]
+        assert sorted(i for bundle in bundles for i in bundle) == sorted(group)
+        for load in loads.values():
+            assert load.total() <= case.budget or any(set(load) <= set(b) for b in bundles)
 
 
 @pytest.mark.parametrize("tp_mode", ["owner", "duplicated", "shards"])
@@ -463,10 +480,13 @@ def test_what_fits_takes_one_group_and_one_round_a_hop(spread, case):
 
 @given(cases(), st.randoms())
 def test_order_of_the_matrices_given_does_not_matter(case, random):
-    """Groups and rounds name the same matrices, though the plan's list is in another order."""
-    order = list(range(len(case.plan)))
+    """Groups and rounds name the same matrices, though the plan's list is in another order.
+
+    The parts of a shared one stay side by side.
+    """
+    order = bundles_of(case)
     random.shuffle(order)
-    shuffled = replace(case, plan=tuple(case.plan[i] for i in order))
+    shuffled = replace(case, plan=tuple(case.plan[i] for bundle in order for i in bundle))
 
     def named(case, schedules):
         def rounds(hop):

@@ -16,7 +16,13 @@ from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.schedule import Transfer, cut_into_rounds, round_of
 from megatron_muon.collectives.arena import Arena
 from megatron_muon.collectives.exchange import Exchange, Traffic, Wire, gather_flat, reduce_flat
-from megatron_muon.collectives.shards import read_stretch, shard_view, stretch, write_stretch
+from megatron_muon.collectives.shards import (
+    part_of_piece,
+    read_stretch,
+    shard_view,
+    stretch,
+    write_stretch,
+)
 from megatron_muon.testing.ranks import run_ranks
 
 
@@ -40,6 +46,25 @@ def assemble(shards, dim, stride):
         view = shard_view(whole, dim, stride, size, rank)
         view.copy_(shard.reshape(view.shape))
     return whole
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 5), st.integers(0, 1), st.integers(0, 5), st.integers(0, 5),
+    st.integers(0, 25), st.integers(0, 25),
+)  # fmt: skip
+def test_lines_of_a_piece_are_found_and_written(rows, columns, dim, first, past, start, end):
+    """Compared element by element; what is written lands in those lines of the piece alone."""
+    end = min(end, rows * columns)
+    if start > end:
+        start, end = end, start
+    lines = min(first, past), max(first, past)
+    piece = torch.arange(start, end)
+    expected = [i for i in range(start, end) if lines[0] <= divmod(i, columns)[dim] < lines[1]]
+    views = list(part_of_piece(piece, start, columns, dim, lines))
+    assert [i for view in views for i in view.flatten().tolist()] == expected
+    for view in views:
+        view.neg_()
+    assert piece.tolist() == [-i if i in expected else i for i in range(start, end)]
 
 
 def cut(whole, dim, stride, num_ranks):

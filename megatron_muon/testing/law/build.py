@@ -271,6 +271,7 @@ def optimizer_config(case: Case) -> Any:
         muon_layout=case.layout if case.wrap in ("training", "builder") else None,
         muon_split_gated_fc1=case.split_gated_fc1,
         muon_split_heads=case.split_heads,
+        muon_share_blocks=case.share_blocks,
         muon_gather_budget_mib=case.budget_nbytes / 2**20,
         muon_exchange_dtype=case.exchange_dtype,
         muon_overlap_param_gather=case.gathers_early,

@@ -45,6 +45,7 @@ class Case:
         exchange_dtype: ``--muon-exchange-dtype``.
         tp_mode: ``--muon-tp-mode``.
         precision: ``--muon-fp32-matmul-prec``.
+        share_blocks: ``--muon-share-blocks``.
         bucket_size: Elements of a bucket; Megatron asks for it only where ``overlap_grad`` is.
         overlap_grad: ``--overlap-grad-reduce``.
         overlap_param: ``--overlap-param-gather``.
@@ -103,6 +104,7 @@ class Case:
     split_qkv: bool = True
     split_gated_fc1: bool = False
     split_heads: bool = False
+    share_blocks: bool = False
     clip: float = 0.0
     skip_above: float = math.inf
     bucket_size: int | None = None
@@ -183,16 +185,18 @@ class Place:
     """Where one matrix is worked on.
 
     Attributes:
-        home: Data- and tensor-parallel rank that orthogonalizes it.
+        home: Data- and tensor-parallel rank that orthogonalizes it, the first of several.
         pieces: Elements of the shard that each data-parallel rank holds.
         numel: Elements of the whole.
         is_cut: Whether tensor parallelism cuts it.
+        homes: All ranks that work on it.
     """
 
     home: tuple[int, int]
     pieces: tuple[tuple[int, int], ...]
     numel: int
     is_cut: bool
+    homes: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from megatron_muon.testing.law.build import (
 )
 from megatron_muon.testing.law.case import BufferFacts, Case, Outcome, Place
 from megatron_muon.testing.law.counting import StepSpy
-from megatron_muon.testing.law.mutants import GTP_MUTANTS, MUTANTS, SCALE_MUTANTS
+from megatron_muon.testing.law.mutants import GTP_MUTANTS, MUTANTS, SCALE_MUTANTS, SHARE_MUTANTS
 from megatron_muon.testing.law.writes import WriteSpy
 
 
@@ -44,7 +44,7 @@ def run_cases(cases: Sequence[Case]) -> list[Outcome]:
     for grid in dict.fromkeys(case.grid for case in cases):
         with parallel_state(*grid):
             for case in dict.fromkeys(case for case in cases if case.grid == grid):
-                with {**MUTANTS, **SCALE_MUTANTS, **GTP_MUTANTS}[case.mutant]():
+                with {**MUTANTS, **SCALE_MUTANTS, **GTP_MUTANTS, **SHARE_MUTANTS}[case.mutant]():
                     outcomes[case] = train(case)
     return [outcomes[case] for case in cases]
 
@@ -175,10 +175,11 @@ class _Run:
                 pieces=tuple((p.rank, p.range.numel) for p in planned.owned.pieces),
                 numel=planned.matrix.numel,
                 is_cut=planned.matrix.is_cut and planned.matrix.row_size > 1,
+                homes=tuple((home.dp, home.tp) for home in planned.homes),
             )
             for muon in self.muons
             for engine in muon.engines
-            for planned in engine.plan
+            for planned in engine.matrices
         }
 
 

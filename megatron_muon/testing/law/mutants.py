@@ -502,6 +502,46 @@ GTP_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[
 """What breaks the step where rows are cut over ranks of their own, by the name of the fault."""
 
 
+# Blocks that several ranks share.
+
+
+def _without_the_last(multiply: _Function) -> _Function:
+    """The last rank of the job adds nothing to sums of Gram matrices."""
+
+    def multiplied(part: Any) -> None:
+        multiply(part)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            part.gram.zero_()
+
+    return multiplied
+
+
+def _by_its_own_norm(normalize: _Function) -> _Function:
+    """Each part is divided by its own norm."""
+
+    def normalized(part: Any, sizes: torch.Tensor) -> None:
+        (own,) = (sizes[:, 0] == part._largest).nonzero()[:1, 0].tolist()
+        normalize(part, sizes[own : own + 1])
+
+    return normalized
+
+
+_PARTS = "megatron_muon.orthogonalize.parts:"
+
+SHARE_MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "a part in no sum": lambda: _patched(_PARTS + "BlockPart.multiply", _without_the_last),
+    "sums of Gram matrices left out": lambda: _patched(
+        "megatron_muon.optimizer.shared:_Line._add", lambda _: lambda *args: None
+    ),
+    "norm of the part": lambda: _patched(_PARTS + "BlockPart.normalize", _by_its_own_norm),
+    "scale of the part": lambda: _patched(
+        "megatron_muon.bookkeeping.gram_sums:SharedMatrix.shape",
+        lambda _: property(lambda matrix: matrix.parts[0].matrix.shape),
+    ),
+}
+"""What breaks the step where several ranks share a block, by the name of the fault."""
+
+
 # Quantized weights.
 
 

@@ -34,7 +34,8 @@ def reference(case: Case) -> Oracle:
             gtp_alignment=16, gtp_poisoned=False, bf16=False, fp16=False, loss_scales=(),
             wrap="", tp_mode="", precision="", layout="", budget_nbytes=0, exchange_dtype=None,
             overlap_grad=False, overlap_param=False, grads_in_fp32=True, bucket_size=None,
-            micro_batches=1, permuted=False, counted=False, watched=False, mutant=None, report=None,
+            share_blocks=False, micro_batches=1, permuted=False, counted=False, watched=False,
+            mutant=None, report=None,
         )
     )  # fmt: skip
 
