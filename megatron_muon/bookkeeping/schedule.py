@@ -10,6 +10,10 @@ each there are up to four hops::
 
 A hop is cut into *rounds*, one collective each, in which no rank sends and receives more than the
 budget. Every rank of a group computes the same rounds and keeps its own part of each.
+
+Micro-groups overlap: while one is orthogonalized, the next ones come in and the ones before go out.
+Which hops there are (:class:`Stages`), and so which groups are under way together, is the same on
+every rank of the grid: all launch their collectives in one order.
 """
 
 from __future__ import annotations
@@ -86,6 +90,41 @@ class MicroGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Which hops micro-groups of a grid have, on any of its ranks.
+
+    Attributes:
+        to_row: Whether pieces move over the data-parallel group; updates then do too.
+        to_home: Whether shards move over the tensor-parallel group to become the whole.
+        from_home: Whether the update's shards move over the tensor-parallel group.
+    """
+
+    to_row: bool
+    to_home: bool
+    from_home: bool
+
+    @property
+    def num_in(self) -> int:
+        """Hops before Newton-Schulz."""
+        return self.to_row + self.to_home
+
+    @property
+    def num_out(self) -> int:
+        """Hops after Newton-Schulz."""
+        return self.from_home + self.to_row
+
+    @property
+    def share(self) -> int:
+        """Into how many parts micro-groups that overlap cut the budget.
+
+        One group is worked on while ``num_in`` come and ``num_out`` go. Unpipelined, whole matrices
+        and the buffers of a collective take up to the budget each; ``1 + num_in + num_out`` groups
+        of such a part each take no more than both.
+        """
+        return 1 + max(self.num_in, self.num_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """A rank's place in its grid.
 
@@ -122,6 +161,7 @@ def make_schedule(
     budget_numel: int,
     held_numel: int | None = None,
     by_bucket: bool = False,
+    overlapped: bool = False,
 ) -> list[MicroGroup]:
     """Return one rank's schedule of the matrices of one grid.
 
@@ -132,6 +172,8 @@ def make_schedule(
         budget_numel: Elements that a rank may send and receive in one collective.
         held_numel: Elements that a rank may hold to work on at a time, as many if ``None``.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
+        overlapped: Whether micro-groups overlap: unless there is only one, they are then cut
+            smaller, so that those under way share the budget.
     """
     tp_size = position.tp_size
 
@@ -143,10 +185,15 @@ def make_schedule(
         rounds = cut_into_rounds(transfers, budget_numel)
         return tuple(round_of(moves, position.tp, tp_size) for moves in rounds)
 
+    groups = cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
+    share = stages_of(plan, tp_size, spread).share if overlapped else 1
+    if len(groups) > 1 and share > 1:
+        held_numel = budget_numel if held_numel is None else held_numel
+        groups = cut_into_micro_groups(
+            plan, tp_size, spread, budget_numel // share, held_numel // share, by_bucket
+        )
     schedule = []
-    for indices in cut_into_micro_groups(
-        plan, tp_size, spread, budget_numel, held_numel, by_bucket
-    ):
+    for indices in groups:
         hops = _Hops(position, spread)
         for index in indices:
             hops.add(index, plan[index])
@@ -162,6 +209,24 @@ def make_schedule(
             )
         )
     return schedule
+
+
+def stages_of(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread) -> Stages:
+    """Return the hops that the micro-groups of a grid have, the same on every rank.
+
+    Args:
+        plan: The matrices of the grid.
+        tp_size: Ranks of a row.
+        spread: Where Newton-Schulz runs.
+    """
+    gathers = spread.whole and tp_size > 1
+    return Stages(
+        to_row=any(
+            piece.rank != planned.home.dp for planned in plan for piece in planned.owned.pieces
+        ),
+        to_home=gathers and any(planned.matrix.is_cut for planned in plan),
+        from_home=gathers and not spread.everywhere and bool(plan),
+    )
 
 
 def cut_into_micro_groups(

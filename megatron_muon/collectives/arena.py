@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -61,6 +61,10 @@ class Arena:
         while self.cached_nbytes > self.cache_nbytes:
             self._give_up_oldest()
 
+    def give_up(self, tensor: torch.Tensor) -> None:
+        """No longer count a tensor as lent, and never lend it again: others may still use it."""
+        self.lent_nbytes -= tensor.nbytes
+
     @contextmanager
     def borrow(
         self, numel: int, dtype: torch.dtype, device: torch.device
@@ -86,3 +90,44 @@ class Arena:
         self.cached_nbytes -= kept.pop(0)[1].nbytes
         if not kept:
             del self._cached[key]
+
+
+class Loans(dict[int, torch.Tensor]):
+    """Tensors by number, of which those that an arena has lent go back as soon as they are dropped.
+
+    As a context manager it drops all that is left.
+    """
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        """Borrow from an arena, for a device."""
+        super().__init__()
+        self._arena, self._device = arena, device
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def borrow(self, key: int, numel: int) -> torch.Tensor:
+        """Borrow and hold a flat fp32 tensor whose content is undefined."""
+        self[key] = self._lent[key] = self._arena.take(numel, torch.float32, self._device)
+        return self[key]
+
+    def drop(self, key: int) -> None:
+        """Let go of a tensor; it must not be used again."""
+        del self[key]
+        if key in self._lent:
+            self._arena.give_back(self._lent.pop(key))
+
+    def drop_all(self) -> None:
+        """Let go of every tensor."""
+        for key in list(self):
+            self.drop(key)
+
+    def pass_on(self, key: int, to: Loans, shape: Sequence[int]) -> None:
+        """Let another hold a tensor, in another shape of as many elements."""
+        to[key] = self.pop(key).view(*shape)
+        if key in self._lent:
+            to._lent[key] = self._lent.pop(key)
+
+    def __enter__(self) -> Loans:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.drop_all()

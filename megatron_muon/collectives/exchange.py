@@ -1,12 +1,13 @@
 """Movement of matrices' pieces between the ranks of one group, in bounded scratch.
 
 :class:`Exchange` carries out the rounds of a schedule: one all-to-all each, in which a piece goes
-from the rank that has it to the rank that needs it and to no other. :func:`gather_flat` is the
-plain way, an all-gather to everyone.
+from the rank that has it to the rank that needs it and to no other, launched now and waited for
+when it is needed. :func:`gather_flat` is the plain way, an all-gather to everyone.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,9 @@ class Wire:
         return self.budget_nbytes // self.dtype.itemsize
 
 
+Launched = tuple[Round, dist.Work, torch.Tensor, torch.Tensor]
+"""A round under way: what is waited for, and the buffers that are sent and received."""
+
 Pack = Callable[[Transfer, torch.Tensor], None]
 """Fills a flat buffer with what a transfer sends."""
 
@@ -86,7 +90,7 @@ Unpack = Callable[[Transfer, torch.Tensor], None]
 class Exchange:
     """Carries out rounds of transfers over one group.
 
-    Every rank of the group enters :meth:`run` with its part in the same rounds.
+    Every rank of the group starts the same rounds in the same order, with its part in each.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, wire: Wire) -> None:
@@ -94,34 +98,123 @@ class Exchange:
         self.group = group
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self._wire = wire
+        self.wire = wire
 
-    def run(self, rounds: Sequence[Round], pack: Pack, unpack: Unpack) -> None:
-        """Send and receive every transfer.
+    def start(
+        self,
+        rounds: Sequence[Round],
+        pack: Pack,
+        packed: Callable[[], None] = lambda: None,
+        at_once: bool = True,
+    ) -> Flight:
+        """Send transfers on their way.
 
         Args:
             rounds: This rank's part in each collective.
             pack: Called for each transfer that this rank sends.
+            packed: Called when all are packed: what they were packed from is not read again.
+            at_once: Whether to launch every round now; else one, and each other when the one before
+                has landed, so that the buffers of one are lent at a time.
+        """
+        return Flight(self, rounds, pack, packed, len(rounds) if at_once else 1)
+
+    def run(self, rounds: Sequence[Round], pack: Pack, unpack: Unpack) -> None:
+        """Send and receive transfers, one round at a time.
+
+        Args:
+            rounds: This rank's part in each collective.
+            pack: Called for each transfer that this rank sends.
+            unpack: Called for each transfer that this rank receives, see :meth:`Flight.land`.
+        """
+        with self.start(rounds, pack, at_once=False) as flight:
+            flight.land(unpack)
+
+
+class Flight:
+    """Transfers on their way; made by :meth:`Exchange.start`.
+
+    A buffer goes back to the arena when its collective has ended and not before. Leaving the
+    context with some under way, as an error does, waits for none, since other ranks may never enter
+    it: their buffers are given up and never lent again.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        rounds: Sequence[Round],
+        pack: Pack,
+        packed: Callable[[], None],
+        num_at_once: int,
+    ) -> None:
+        """Launch the first rounds, at most ``num_at_once`` of them."""
+        self._group, self._wire = exchange.group, exchange.wire
+        self._pack, self._packed = pack, packed
+        self._waiting, self._launched = deque(rounds), deque[Launched]()
+        if not rounds:
+            packed()
+        try:
+            for _ in rounds[:num_at_once]:
+                self._launch()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def land(self, unpack: Unpack) -> None:
+        """Wait for every transfer.
+
+        Args:
             unpack: Called for each transfer that this rank receives; the buffer it is given is
                 scratch, so it copies.
         """
-        for round_ in rounds:
-            self._run_round(round_, pack, unpack)
+        while self._launched:
+            round_, work, send, receive = self._launched[0]
+            work.wait()
+            self._launched.popleft()
+            try:
+                for transfer, part in _parts(round_.incoming, receive):
+                    unpack(transfer, part)
+            finally:
+                self._wire.arena.give_back(send)
+                self._wire.arena.give_back(receive)
+            if self._waiting:
+                self._launch()
 
-    def _run_round(self, round_: Round, pack: Pack, unpack: Unpack) -> None:
-        wire, arena = self._wire, self._wire.arena
-        with (
-            arena.borrow(sum(round_.sent), wire.dtype, wire.device) as send,
-            arena.borrow(sum(round_.received), wire.dtype, wire.device) as receive,
-        ):
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Forget what is under way."""
+        while self._launched:
+            _, _, send, receive = self._launched.popleft()
+            self._wire.arena.give_up(send)
+            self._wire.arena.give_up(receive)
+
+    def _launch(self) -> None:
+        """Pack the next round and launch it."""
+        round_, wire = self._waiting.popleft(), self._wire
+        send, receive = (
+            wire.arena.take(sum(numels), wire.dtype, wire.device)
+            for numels in (round_.sent, round_.received)
+        )
+        try:
             for transfer, part in _parts(round_.outgoing, send):
-                pack(transfer, part)
-            dist.all_to_all_single(
-                receive, send, list(round_.received), list(round_.sent), group=self.group
-            )
-            wire.traffic.count(receive.nbytes, send.nbytes + receive.nbytes)
-            for transfer, part in _parts(round_.incoming, receive):
-                unpack(transfer, part)
+                self._pack(transfer, part)
+            work = dist.all_to_all_single(
+                receive, send, list(round_.received), list(round_.sent), group=self._group,
+                async_op=True,
+            )  # fmt: skip
+        except BaseException:
+            wire.arena.give_up(send)
+            wire.arena.give_up(receive)
+            raise
+        assert work is not None
+        self._launched.append((round_, work, send, receive))
+        wire.traffic.count(receive.nbytes, send.nbytes + receive.nbytes)
+        if not self._waiting:
+            self._packed()
 
 
 def _parts(

@@ -87,6 +87,7 @@ def table() -> list[Seam]:
         *_layout_seams(),
         *_factory_seams(),
         *_command_line_seams(),
+        *_timer_seams(),
         *_load_seams(),
         *_save_seams(),
     ]
@@ -382,6 +383,23 @@ def _command_line_seams() -> list[Seam]:
             needed_by="core/datasets/indexed_dataset.py:IndexedDataset",
             expected=Expected(("self", "path_prefix"), at_least=True),
         ),
+    ]
+
+
+def _timer_seams() -> list[Seam]:
+    """Return the seams that show Muon's timers with the others."""
+    from megatron_muon.integration import timers
+
+    return [
+        Seam(
+            module="megatron.core.timers",
+            name=f"Timers.{name}",
+            replace=timers.shows_phases,
+            why="the training loop names the timers that it shows, and does not know Muon's",
+            needed_by="training/training.py:training_log",
+            expected=Expected(("self", "names", "normalizer", "reset", "barrier"), at_least=True),
+        )
+        for name in ("log", "write")
     ]
 
 

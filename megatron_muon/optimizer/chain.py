@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from megatron.core.tensor_parallel import (
     param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
 )
+from megatron.core.timers import Timer
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 
 from megatron_muon.collectives.span import Span
 from megatron_muon.errors import NonFiniteGradientError
+from megatron_muon.optimizer.account import PHASES, TIMER_LEVEL, label_of
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.early_gathers import EarlyGathers
 from megatron_muon.optimizer.grad_scaler import can_fall
@@ -118,6 +121,10 @@ class MuonChain(ChainedOptimizer):
         ]
         for leaf in self.leaves:
             init_state(leaf)
+        muons = [leaf.optimizer for leaf in self.leaves if isinstance(leaf.optimizer, OwnedMuon)]
+        self._accounts = [muon.account for muon in muons]
+        for account in self._accounts:
+            account.ranges = nvtx_range_push, nvtx_range_pop
         self.saved = ChainState(
             self.leaves,
             {param: name for param, (_, name) in order.items()},
@@ -227,11 +234,21 @@ class MuonChain(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step all children with gradients that are unscaled, clipped and finite; collective."""
-        if self._early_gathers is None:
-            return bool(super().step_with_ready_grads())
-        with self._early_gathers.step():
-            return bool(super().step_with_ready_grads())
+        """Step all children with the gradients as they are; collective.
+
+        Megatron's timers, if it has any of this level, get the seconds of Muon's phases after the
+        step: to start and stop one would wait for the device each time, and end all overlap.
+        """
+        timers = self._phase_timers()
+        for account in self._accounts:
+            account.is_read |= bool(timers)
+        early = self._early_gathers
+        with nullcontext() if early is None else early.step():
+            success = super().step_with_ready_grads()
+        for phase, timer in timers.items():
+            seconds = sum(account.seconds.get(phase, 0.0) for account in self._accounts)
+            timer.set_elapsed(timer.elapsed(reset=False) + seconds)
+        return bool(success)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
@@ -433,6 +450,15 @@ class MuonChain(ChainedOptimizer):
         is_dense = getattr(param, "allreduce", True)
         group = self._groups.dp_cp if is_dense else self._groups.expt_dp
         return group is None or group.rank() == 0
+
+    def _phase_timers(self) -> dict[str, Timer]:
+        """Return Megatron's timer of each phase of Muon's step, none below their level."""
+        if self.config.timers is None:
+            return {}
+        found = {
+            phase: self.config.timers(label_of(phase), log_level=TIMER_LEVEL) for phase in PHASES
+        }
+        return {phase: timer for phase, timer in found.items() if isinstance(timer, Timer)}
 
     @contextmanager
     def _timer(self, name: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from megatron_muon.bookkeeping.plan import GridSize, Plan, fingerprint_of
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.optimizer.account import StepAccount
+from megatron_muon.optimizer.account import PHASES, StepAccount
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.memory import Memory
 from megatron_muon.optimizer.muon import OwnedMuon
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 GROWTH_BETWEEN_WRITES = 0.02
 """The file is written again when the steps have grown by this share: each of the first steps at
 once, and in all about fifty times its final size."""
-
-_PHASES = ("momentum", "exchange", "newton_schulz", "update")
 
 
 def routing_rows(routes: Iterable[Route], plan: Plan) -> list[dict[str, Any]]:
@@ -168,7 +166,7 @@ class Report:
             ),
         )  # fmt: skip
         peak, *seconds = span.max(
-            [traffic.peak_scratch_nbytes, *(account.seconds.get(name, 0.0) for name in _PHASES)]
+            [traffic.peak_scratch_nbytes, *(account.seconds.get(name, 0.0) for name in PHASES)]
         )
         self.steps.append(
             {
@@ -176,7 +174,7 @@ class Report:
                 "newton_schulz_flops": flops,
                 "collectives": {"calls": collectives, "bytes": nbytes},
                 "peak_scratch_bytes": int(peak),
-                "seconds": dict(zip(_PHASES, seconds, strict=True)),
+                "seconds": dict(zip(PHASES, seconds, strict=True)),
                 "skipped": skipped,
             }
         )
@@ -221,6 +219,8 @@ def record_steps(optimizer: Any, muons: Sequence[OwnedMuon], report: Report) -> 
         report: Where the rows go.
     """
     step = optimizer.step
+    for muon in muons:
+        muon.account.is_read = True
 
     def recorded_step(*args: Any, **kwargs: Any) -> Any:
         for muon in muons:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.matrix import LogicalBlock, LogicalMatrix, step_flops
 from megatron_muon.bookkeeping.schedule import Position, Spread
-from megatron_muon.collectives.arena import Arena
+from megatron_muon.collectives.arena import Arena, Loans
 from megatron_muon.collectives.exchange import Exchange, Wire
 from megatron_muon.collectives.shards import read_stretch, shard_view, write_stretch
 from megatron_muon.optimizer.account import StepAccount
@@ -50,6 +50,8 @@ class EngineSettings:
             rounds both on every rank, also where nothing travels, so that the update still does
             not depend on the grid.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
+        pipelined: Whether the exchanges of some micro-groups run under the Newton-Schulz of
+            another; results are the same to the last bit.
     """
 
     orthogonalization: Orthogonalization
@@ -58,6 +60,7 @@ class EngineSettings:
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     exchange_dtype: torch.dtype = torch.float32
     by_bucket: bool = False
+    pipelined: bool = True
 
     @property
     def spread(self) -> Spread:
@@ -97,6 +100,7 @@ class Station:
             device: Where the matrices are.
         """
         self.settings, self.account = settings, account
+        account.is_on_cuda = device.type == "cuda"
         self.wire = Wire(
             settings.exchange_dtype, device, arena, account.traffic, settings.budget_nbytes
         )
@@ -107,6 +111,10 @@ class Station:
             dp_size=self.rows.size,
             tp_size=self.columns.size,
         )
+
+    def loans(self) -> Loans:
+        """Return a place for the tensors of a micro-group, empty."""
+        return Loans(self.wire.arena, self.wire.device)
 
     def borrow(self, numel: int, scratch: ExitStack) -> torch.Tensor:
         """Borrow a flat fp32 tensor until ``scratch`` closes."""

@@ -415,13 +415,26 @@ def _ring(buffers: Sequence[Buffer], nbytes: int) -> int:
     return sum(b.layout.numel * (b.num_shards - 1) // b.num_shards * nbytes for b in buffers)
 
 
+def _hops(loads: RankLoads) -> int:
+    """Return the hops of the exchange in one direction."""
+    return any(loads.data_numel) + any(loads.tensor_numel)
+
+
+def _group_numel(loads: RankLoads, settings: PlanSettings) -> int:
+    """Return the elements that a micro-group may have: several overlap, and share the budget."""
+    budget = settings.budget_nbytes // _FP32_NBYTES
+    is_one = max(loads.worked, default=0) <= budget
+    return budget if is_one else budget // (1 + _hops(loads))
+
+
 def _collectives(loads: RankLoads, settings: PlanSettings) -> int:
     """Return the collectives of the exchange: a hop of a micro-group is at least one."""
     budget = settings.budget_nbytes // _FP32_NBYTES
-    groups = max(1, math.ceil(max(loads.worked, default=0) / budget))
-    hops = 2 * bool(any(loads.data_numel)) + 2 * bool(any(loads.tensor_numel))
+    groups = math.ceil(max(loads.worked, default=0) / _group_numel(loads, settings))
     rounds = (max(numel, default=0) for numel in (loads.data_numel, loads.tensor_numel))
-    return max(groups * hops, sum(math.ceil(numel / budget) for numel in rounds))
+    return max(
+        max(1, groups) * 2 * _hops(loads), sum(math.ceil(numel / budget) for numel in rounds)
+    )
 
 
 def _memory(stage: StagePlan, settings: PlanSettings, loads: RankLoads, scalar_held: int) -> Memory:
@@ -446,19 +459,20 @@ def _gram_of(unit: PlannedMatrix, shape: tuple[int, int]) -> tuple[int, int]:
 def _scratch(plan: Plan, settings: PlanSettings, loads: RankLoads) -> int:
     """Return an estimate of the bytes of a micro-group.
 
-    What a rank sends and receives is within the budget, and so are the whole matrices it works on
-    at a time, or one matrix; beside them lie the shards before and after, and the workspace of
-    Newton-Schulz on the largest block: a copy of it and three of its Gram matrix, in fp32.
+    The whole matrices that a rank works on at a time are within the budget, or one matrix; beside
+    them lie the shards before and after, what is sent and received, of other groups too where there
+    are several, and the workspace of Newton-Schulz on the largest block: a copy of it and three of
+    its Gram matrix, in fp32.
     """
     if not plan.matrices:
         return 0
     units = units_of(plan.matrices)
     largest = max(unit.matrix.numel for unit in units)
     worked = max(loads.worked)
-    whole = min(worked, max(largest, settings.budget_nbytes // _FP32_NBYTES))
-    moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))),
-                settings.budget_nbytes // _FP32_NBYTES)  # fmt: skip
+    whole = min(worked, max(largest, _group_numel(loads, settings)))
+    moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))), whole)
+    hops_under_way = 2 * max(1, _hops(loads))
     shapes = {(*shape, min(_gram_of(unit, shape))) for unit in units
               for shape in set(unit.matrix.block_shapes())}  # fmt: skip
     block = max(rows * columns + 3 * short**2 for rows, columns, short in shapes)
-    return (3 * whole + 2 * moved + block) * _FP32_NBYTES
+    return (3 * whole + hops_under_way * moved + block) * _FP32_NBYTES

@@ -64,20 +64,21 @@ def _update_cut_for_the_next_rank(dp: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _piece_left_out(dp: int) -> Iterator[None]:
     """What comes from another data-parallel rank is no part of a shard that straddles."""
-    from megatron_muon.optimizer import engine, gathered, station
+    from megatron_muon.collectives import exchange
+    from megatron_muon.optimizer import engine, gathered
 
-    run_, gather = station.Exchange.run, gathered.gather_flat
+    land, gather = exchange.Flight.land, gathered.gather_flat
 
-    def to_row(self: Any, group: Any, inputs: Any, scratch: Any) -> Any:
-        def run_blank(exchange: Any, rounds: Any, pack: Any, unpack: Any) -> None:
+    def to_row(self: Any, number: int, inputs: Any, shards: Any) -> Any:
+        def land_blank(flight: Any, unpack: Any) -> None:
             def unpack_blank(transfer: Any, part: torch.Tensor) -> None:
                 straddles = self.plan[transfer.index].owned.owner is None
                 unpack(transfer, part.zero_() if straddles else part)
 
-            run_(exchange, rounds, pack, unpack_blank)
+            land(flight, unpack_blank)
 
-        with mock.patch.object(station.Exchange, "run", run_blank):
-            return original_to_row(self, group, inputs, scratch)
+        with mock.patch.object(exchange.Flight, "land", land_blank):
+            yield from original_to_row(self, number, inputs, shards)
 
     def gather_pieces(*args: Any) -> Any:
         def gather_blank(group: Any, own: Any, numels: Any, write: Any, wire: Any) -> None:

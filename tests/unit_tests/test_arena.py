@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.collectives.arena import Arena
+from megatron_muon.collectives.arena import Arena, Loans
 
 CPU = torch.device("cpu")
 
@@ -118,3 +118,44 @@ def test_closing_frees_what_is_kept_and_may_be_repeated():
     assert arena.lent_nbytes == 20
     arena.give_back(lent)
     assert take(arena, 5) is lent
+
+
+def test_what_is_given_up_is_no_longer_counted_and_never_lent_again():
+    arena = Arena()
+    lost = take(arena, 4)
+    arena.give_up(lost)
+    assert (arena.lent_nbytes, arena.cached_nbytes) == (0, 0)
+    assert take(arena, 4) is not lost
+
+
+def test_loans_go_back_when_dropped_and_with_whoever_holds_them():
+    arena = Arena()
+    own = torch.zeros(4)
+    with Loans(arena, CPU) as first, Loans(arena, CPU) as second:
+        first[0] = own
+        lent = first.borrow(1, 6)
+        first.borrow(2, 3)
+        assert arena.lent_nbytes == 36
+        first.pass_on(0, second, (2, 2))
+        first.pass_on(1, second, (2, 3))
+        assert (list(first), {key: x.shape for key, x in second.items()}) == (
+            [2], {0: (2, 2), 1: (2, 3)},
+        )  # fmt: skip
+        first.drop_all()
+        assert (dict(first), arena.lent_nbytes) == ({}, 24)
+        assert take(arena, 6) is not lent
+        second.drop(1)
+        assert take(arena, 6) is lent
+        second.drop(0)
+        second.borrow(5, 2)
+    assert arena.lent_nbytes == 2 * 24
+    with pytest.raises(KeyError):
+        first.drop(0)
+
+
+def test_loans_go_back_with_an_error():
+    arena = Arena()
+    loans = Loans(arena, CPU)
+    with pytest.raises(RuntimeError), loans:
+        raise RuntimeError(loans.borrow(0, 4))
+    assert (arena.lent_nbytes, arena.cached_nbytes) == (0, 16)

@@ -162,7 +162,8 @@ def test_no_collective_exceeds_the_budget(layout, grid, budget):
     spied = [c for outcome in RUNS.outcomes(label) for step in outcome.spied for c in step]
     largest = max(collective.scratch_nbytes for collective in spied)
     assert largest <= budget
-    assert largest > min(budget, BUDGETS[1]) // 2
+    # What fits beside others under way has a third of it; a matrix that does not takes all.
+    assert largest > min(budget, BUDGETS[1]) // 3 // 2
     if budget == BUDGETS[0]:
         # It is used, not just kept: more calls and little left over.
         assert largest > 0.9 * budget

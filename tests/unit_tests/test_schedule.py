@@ -34,6 +34,7 @@ from megatron_muon.bookkeeping.schedule import (
     cut_into_micro_groups,
     cut_into_rounds,
     make_schedule,
+    stages_of,
 )
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
@@ -552,3 +553,43 @@ def test_only_pieces_of_other_rows_travel_far():
     schedules = Case(away, 2, 2, PLENTY).schedules(SPREADS["owner"])
     sent = sum(sum(moved("to_row", [(0, tp), (1, tp)])) for tp in range(2))
     assert sent == cut.numel + copied.numel
+
+
+@spreads
+@given(cases())
+def test_stages_are_the_hops_that_any_rank_has(spread, case):
+    """They are the same on every rank, so all overlap the same micro-groups."""
+    stages = stages_of(case.plan, case.tp, spread)
+    groups = [group for schedule in case.schedules(spread).values() for group in schedule]
+    for hop, is_used in {
+        "to_row": stages.to_row, "to_home": stages.to_home, "from_home": stages.from_home,
+        "from_row": stages.to_row,
+    }.items():  # fmt: skip
+        assert is_used or not any(getattr(group, hop) for group in groups)
+    assert (stages.num_in, stages.num_out) == (
+        stages.to_row + stages.to_home, stages.from_home + stages.to_row,
+    )  # fmt: skip
+
+
+@spreads
+@given(cases())
+def test_micro_groups_that_overlap_share_the_budget(spread, case):
+    """All under way together are within twice it; one that is alone has all of it."""
+    share = stages_of(case.plan, case.tp, spread).share
+    assert share in (1, 2, 3)
+    alone = cut_into_micro_groups(case.plan, case.tp, spread, case.budget)
+    at = Position(dp=0, tp=0, dp_size=case.dp, tp_size=case.tp)
+    groups = [
+        group.indices
+        for group in make_schedule(case.plan, at, spread, case.budget, overlapped=True)
+    ]
+    assert sorted(i for group in groups for i in group) == list(range(len(case.plan)))
+    if len(alone) <= 1 or share == 1:
+        assert groups == alone
+        return
+    assert len(groups) >= len(alone)
+    for group in groups:
+        bundles = [bundle for bundle in bundles_of(case) if set(bundle) <= set(group)]
+        for load in loads_of(case, spread, group).values():
+            is_one = any(set(load) <= set(bundle) for bundle in bundles)
+            assert share * load.total() <= case.budget or is_one

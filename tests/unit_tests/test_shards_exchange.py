@@ -216,8 +216,9 @@ def exchange(budget: int, seed: int, mutant: bool = False):
         assert transfer.dst == rank
         arrived[transfer.index][transfer.range.start : transfer.range.end].copy_(part)
 
-    with seen(["all_to_all_single"]) as nbytes:
-        Exchange(dist.group.WORLD, used).run(parts, pack, unpack)
+    start = Exchange(dist.group.WORLD, used).start
+    with seen(["all_to_all_single"]) as nbytes, start(parts, pack, at_once=False) as flight:
+        flight.land(unpack)
     want = {matrix: torch.full((numel,), -1.0) for matrix, numel in enumerate(NUMELS)}
     for move in moves:
         if move.dst == rank:
@@ -228,6 +229,64 @@ def exchange(budget: int, seed: int, mutant: bool = False):
     right_count = (used.traffic.calls, used.traffic.nbytes) == (len(rounds), received)
     idle = used.arena.lent_nbytes == 0 and used.traffic.peak_scratch_nbytes == max(nbytes)
     return wrong, len(rounds), max(nbytes), right_count and idle
+
+
+def fly():
+    """Two exchanges under way together, the later one landed first; then one that is left.
+
+    Returns what is wrong, the buffers lent at most and at the end, and the calls of ``packed``.
+    """
+    import torch.distributed as dist
+
+    rank, used, wrong, calls = dist.get_rank(), wire(64), [], []
+    rounds = cut_into_rounds(transfers(0), used.budget_numel)
+    parts = [round_of(round_, rank, NUM_RANKS) for round_ in rounds]
+    mine = [transfer for part in parts for transfer in part.incoming]
+    exchange = Exchange(dist.group.WORLD, used)
+
+    def start(factor):
+        def pack(transfer, out):
+            content = values(transfer.index, rank)[transfer.range.start : transfer.range.end]
+            out.copy_(factor * content)
+
+        return exchange.start(parts, pack, lambda: calls.append(factor))
+
+    def land(flight, factor):
+        landed = []
+
+        def unpack(transfer, part):
+            want = factor * values(transfer.index, transfer.src)
+            landed.append(transfer)
+            if not torch.equal(part.float(), want[transfer.range.start : transfer.range.end]):
+                wrong.append(transfer)
+
+        flight.land(unpack)
+        if landed != mine:
+            wrong.append("order")
+
+    with start(1) as first, start(2) as second:
+        early = list(calls)
+        lent = used.arena.lent_nbytes
+        land(second, 2)
+        land(first, 1)
+    with start(1):
+        under_way = used.arena.lent_nbytes
+    left = used.arena.lent_nbytes
+    launch, launched = dist.all_to_all_single, []
+
+    def second_fails(*args, **kwargs):
+        if launched:
+            raise RuntimeError("no second")
+        launched.append(launch(*args, **kwargs))
+        return launched[0]
+
+    with mock.patch.object(dist, "all_to_all_single", second_fails), contextlib.suppress(
+        RuntimeError
+    ):  # fmt: skip
+        start(1)
+    left += used.arena.lent_nbytes
+    launched[0].wait()
+    return wrong, len(rounds), early, calls[:2], (lent, under_way, left)
 
 
 def gather(budget: int, mutant: bool = False):
@@ -277,6 +336,7 @@ def move_all():
         "exchange": {
             (budget, seed): exchange(budget, seed) for budget in BUDGETS for seed in range(4)
         },
+        "fly": fly(),
         "exchange broken": exchange(2**20, 0, mutant=True),
         "gather": {budget: gather(budget) for budget in BUDGETS},
         "gather broken": gather(2**20, mutant=True),
@@ -299,6 +359,18 @@ def test_every_transfer_arrives_within_the_budget(moved, budget):
         assert all(nbytes <= budget for _, _, nbytes, _ in ranks)
         assert all(is_counted for *_, is_counted in ranks)
         assert (ranks[0][1] == 1) == (budget == 2**20)
+
+
+@pytest.mark.distributed
+def test_exchanges_under_way_together_land_in_any_order(moved):
+    """Buffers are lent until each has landed; what is left is given up."""
+    for results in moved:
+        wrong, num_rounds, early, calls, (lent, under_way, left) = results["fly"]
+        assert wrong == []
+        assert num_rounds > 2
+        assert early == calls == [1, 2]
+        assert lent == 2 * under_way > 0
+        assert left == 0
 
 
 @pytest.mark.distributed
@@ -330,8 +402,9 @@ def test_ranks_that_disagree_on_the_order_are_seen(moved):
 
 def test_one_rank_has_no_rounds():
     alone = Exchange(None, wire(64))
-    alone.run((), None, None)
-    assert (alone.size, alone.rank, alone._wire.traffic) == (1, 0, Traffic())
+    with alone.start((), None) as flight:
+        flight.land(None)
+    assert (alone.size, alone.rank, alone.wire.traffic) == (1, 0, Traffic())
 
 
 def test_counts_add_up():

@@ -11,7 +11,7 @@ import copy
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -107,38 +107,33 @@ def _stale_piece(to_row: _Function) -> _Function:
     """What came from other ranks is that of the step before."""
     before: dict[tuple[int, int], torch.Tensor] = {}
 
-    def stale(engine: Any, group: Any, inputs: Any, scratch: Any) -> Any:
-        shards = to_row(engine, group, inputs, scratch)
+    def stale(engine: Any, number: int, inputs: Any, shards: Any) -> Generator[None]:
+        yield from to_row(engine, number, inputs, shards)
         for i, shard in shards.items():
             if engine.plan[i].owned.owner is None:
                 fresh = shard.clone()
                 shard.copy_(before.get((id(engine), i), fresh))
-                if i in inputs:
+                if i in engine._ranges:
                     own = engine._ranges[i]
                     shard[own.start : own.end].copy_(fresh[own.start : own.end])
                 before[id(engine), i] = fresh
-        return shards
 
     return stale
 
 
-def _shards_in_wrong_order(run: _Function) -> _Function:
+def _shards_in_wrong_order(land: _Function) -> _Function:
     """A home takes one rank's shard for another's, where it gets equal ones from several."""
 
-    def wrong(exchange: Any, rounds: Sequence[Any], pack: Any, unpack: _Function) -> None:
-        for round_ in rounds:
-            received: dict[Any, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
+    def wrong(flight: Any, unpack: _Function) -> None:
+        received: dict[Any, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
 
-            def keep(
-                transfer: Any, part: torch.Tensor,
-                received: dict[Any, list[tuple[Any, torch.Tensor]]] = received,
-            ) -> None:  # fmt: skip
-                received[transfer.index, transfer.range].append((transfer, part.clone()))
+        def keep(transfer: Any, part: torch.Tensor) -> None:
+            received[transfer.index, transfer.range].append((transfer, part.clone()))
 
-            run(exchange, [round_], pack, keep)
-            for shards in received.values():
-                for (transfer, _), (_, part) in zip(shards, reversed(shards), strict=True):
-                    unpack(transfer, part)
+        land(flight, keep)
+        for shards in received.values():
+            for (transfer, _), (_, part) in zip(shards, reversed(shards), strict=True):
+                unpack(transfer, part)
 
     return wrong
 
@@ -146,11 +141,11 @@ def _shards_in_wrong_order(run: _Function) -> _Function:
 def _dropped_home(from_home: _Function) -> _Function:
     """One home gives zeros."""
 
-    def dropped(engine: Any, group: Any, results: Any, scratch: Any) -> Any:
+    def dropped(engine: Any, number: int, results: Any, updates: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
             for result in results.values():
                 result.zero_()
-        return from_home(engine, group, results, scratch)
+        return from_home(engine, number, results, updates)
 
     return dropped
 
@@ -252,7 +247,7 @@ MUTANTS: Mapping[str | None, Callable[[], contextlib.AbstractContextManager[Any]
     "skipped owner": lambda: _patched(_MUON + "OwnedMuon.step", _skipped_owner),
     "stale piece": lambda: _patched(_ENGINE + "Engine._to_row", _stale_piece),
     "shards in wrong order": lambda: _patched(
-        "megatron_muon.collectives.exchange:Exchange.run", _shards_in_wrong_order
+        "megatron_muon.collectives.exchange:Flight.land", _shards_in_wrong_order
     ),
     "gate and up cut as one": lambda: _patched(_STATION + "shard_view", _cut_as_one),
     "update of one home dropped": lambda: _patched(_ENGINE + "Engine._from_home", _dropped_home),
