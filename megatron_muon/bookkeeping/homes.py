@@ -16,7 +16,7 @@ worked on by several, which are then ranks of one row or of one column.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nsmallest
 from typing import Literal
@@ -59,6 +59,45 @@ class Home:
 
     dp: int
     tp: int
+
+
+class EvenlyHeld(Mapping[int, int]):
+    """How many elements neighbouring ranks hold of a matrix that equal shards cut.
+
+    As a ``dict`` those of a plan for a thousand ranks would have a million entries.
+
+    Attributes:
+        ranks: The ranks.
+        most: The most that one of them holds.
+    """
+
+    __slots__ = ("_head", "_numel", "_shard", "most", "ranks")
+
+    def __init__(self, first: int, head: int, shard: int, numel: int) -> None:
+        """Describe it.
+
+        Args:
+            first: The first of the ranks.
+            head: What it holds.
+            shard: What all others hold, but for the last.
+            numel: What all of them hold together.
+        """
+        self.ranks = range(first, first + 1 + max(0, -(-(numel - head) // shard)))
+        self._head, self._shard, self._numel = head, shard, numel
+        self.most = max(head, min(shard, numel - head))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ranks)
+
+    def __getitem__(self, rank: int) -> int:
+        if rank not in self.ranks:
+            raise KeyError(rank)
+        if rank == self.ranks[0]:
+            return self._head
+        return min(self._shard, self._numel - self._head - (rank - self.ranks[1]) * self._shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +299,8 @@ def _rows_worth_staying_in(item: HomeItem) -> list[int]:
     if item.owner is not None:
         return [item.owner]
     least = item.numel // (item.tp_size * _SMALLEST_PART)
+    if isinstance(item.held, EvenlyHeld) and item.held.most <= least:
+        return []
     rows = [dp for dp, numel in item.held.items() if numel > least]
     return sorted(rows, key=lambda dp: (-item.held[dp], dp))
 
@@ -442,7 +483,9 @@ def _check(items: Sequence[HomeItem], dp_size: int, tp_size: int) -> None:
         if item.name in names:
             raise PlanError(f"Two matrices are named {item.name}; a home is chosen by name.")
         names.add(item.name)
-        rows = item.held if item.owner is None else (item.owner,)
+        rows: Collection[int] = item.held if item.owner is None else (item.owner,)
+        if item.owner is None and isinstance(item.held, EvenlyHeld):
+            rows = (item.held.ranks[0], item.held.ranks[-1])
         if not all(0 <= dp < dp_size for dp in rows) or item.tp_size not in (1, tp_size):
             raise PlanError(
                 f"{item.name} is held by data-parallel ranks {sorted(rows)} and cut into "

@@ -9,9 +9,10 @@ whole matrices, and each owner steps its own::
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace, nsmallest
+from heapq import heappop, heappush, heapreplace, nsmallest
 from itertools import product
 
 from megatron_muon.bookkeeping.dist_meta import BufferRange
@@ -126,14 +127,40 @@ def compute_owner_layout(
         num_owners: Ranks of the data-parallel group.
         shard_alignment_numel: Shards are padded to a multiple of this.
     """
-    placements: list[Placement | None] = [None] * len(items)
-    buckets: list[BufferRange] = []
+    places, buckets, unpadded = owner_places(items, bucket_numel, num_owners, shard_alignment_numel)
+    return OwnerLayout(
+        tuple(
+            Placement(BufferRange(start, start + item.numel), bucket_idx, owner)
+            for item, (start, bucket_idx, owner) in zip(items, places, strict=True)
+        ),
+        tuple(BufferRange(*bucket) for bucket in buckets),
+        tuple(unpadded),
+        num_owners,
+    )
+
+
+def owner_places(
+    items: Sequence[LayoutItem], bucket_numel: int | None, num_owners: int, alignment: int
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]], list[int]]:
+    """Return what :func:`compute_owner_layout` does, as plain numbers.
+
+    Args:
+        items: Parameters in forward order.
+        bucket_numel: Elements after which a bucket is closed, ``None`` for a single bucket.
+        num_owners: Ranks of the data-parallel group.
+        alignment: Shards are padded to a multiple of this.
+
+    Returns:
+        Start in the buffer, bucket and owner of each item; start and end of each bucket; elements
+        of parameters in each bucket.
+    """
+    places = [(0, 0, 0)] * len(items)
+    buckets: list[tuple[int, int]] = []
     unpadded: list[int] = []
     work = [0] * num_owners
     cursor = 0
-    alignment = shard_alignment_numel
     cuts = _cut_into_buckets(items, bucket_numel, num_owners, alignment)
-    numel = num_owners * sum(_pack(items, members, num_owners, alignment)[1] for members in cuts)
+    numel = sum(_padded_numel(_sizes(items, c), num_owners, alignment) for c in cuts)
     is_padded = _is_padded_much(numel, _numel(items, range(len(items))))
     pack = _pack_tightly if is_padded else _pack
     for bucket_idx, members in enumerate(cuts):
@@ -142,21 +169,14 @@ def compute_owner_layout(
             shards = _balance(items, shards, shard_numel, work)
         for owner, shard in enumerate(shards):
             start = cursor + owner * shard_numel
-            for index in sorted(shard, key=lambda i: (-items[i].numel, -items[i].flops, i)):
-                placements[index] = Placement(
-                    BufferRange(start, start + items[index].numel), bucket_idx, owner
-                )
+            for index in _largest_first(items, shard):
+                places[index] = (start, bucket_idx, owner)
                 start += _aligned_numel(items[index])
             work[owner] += _flops(items, shard)
-        buckets.append(BufferRange(cursor, cursor + num_owners * shard_numel))
+        buckets.append((cursor, cursor + num_owners * shard_numel))
         unpadded.append(_numel(items, members))
-        cursor = buckets[-1].end
-    return OwnerLayout(
-        tuple(placement for placement in placements if placement is not None),
-        tuple(buckets),
-        tuple(unpadded),
-        num_owners,
-    )
+        _, cursor = buckets[-1]
+    return places, buckets, unpadded
 
 
 def _cut_into_buckets(
@@ -172,8 +192,9 @@ def _cut_into_buckets(
     """
 
     def padded_numel(buckets: Sequence[Sequence[int]]) -> int:
-        return num_owners * sum(
-            _pack(items, members, num_owners, shard_alignment_numel)[1] for members in buckets
+        return sum(
+            _padded_numel(_sizes(items, members), num_owners, shard_alignment_numel)
+            for members in buckets
         )
 
     buckets: list[list[int]] = []
@@ -186,7 +207,7 @@ def _cut_into_buckets(
         best, best_numel = megatron, padded_numel(megatron)
         candidates = [_merge_last(megatron)]
         for percent in _STRETCH_PERCENTS:
-            stretched = _cut(items, run, bucket_numel, num_owners, percent, padded_numel)
+            stretched = _cut(items, run, bucket_numel, num_owners, percent, shard_alignment_numel)
             for cuts in (*candidates, stretched, _merge_last(stretched)):
                 cuts_numel = padded_numel(cuts)
                 if cuts_numel + numel * _WORTHWHILE_PERCENT // 100 < best_numel:
@@ -215,20 +236,23 @@ def _cut(
     bucket_numel: int,
     num_owners: int,
     stretch_percent: int = 100,
-    padded_numel: Callable[[Sequence[Sequence[int]]], int] | None = None,
+    shard_alignment_numel: int | None = None,
 ) -> list[list[int]]:
-    """Cut a run where Megatron does or, given ``padded_numel``, where a bucket is padded least."""
+    """Cut a run where Megatron does or, given an alignment, where a bucket is padded least."""
     buckets: list[list[int]] = []
     start = 0
     while start < len(run):
         end = _closing(items, run, start, bucket_numel, num_owners)
-        if padded_numel is not None:
-            candidates = [
-                run[start:later]
-                for later in _later_closings(items, run, start, end, stretch_percent)
-            ]
-            ratios = [padded_numel([members]) / _numel(items, members) for members in candidates]
-            end = start + len(candidates[ratios.index(min(ratios))])
+        if shard_alignment_numel is not None:
+            closings = _later_closings(items, run, start, end, stretch_percent)
+            sizes: Counter[int] = Counter()
+            ratios, seen = [], start
+            for later in closings:
+                sizes += _sizes(items, run[seen:later])
+                seen = later
+                padded = _padded_numel(sizes, num_owners, shard_alignment_numel)
+                ratios.append(padded / sum(numel * count for numel, count in sizes.items()))
+            end = closings[ratios.index(min(ratios))]
         buckets.append(list(run[start:end]))
         start = end
     return buckets
@@ -239,10 +263,14 @@ def _closing(
 ) -> int:
     """Return the position in the run at which Megatron closes the bucket begun at ``start``."""
     numel = largest = 0
+    least = bucket_numel
     for position in range(start, len(run)):
-        item = items[run[position]]
-        numel, largest = numel + item.numel, max(largest, item.numel)
-        if numel >= max(bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING)):
+        added = items[run[position]].numel
+        numel += added
+        if added > largest:
+            largest = added
+            least = max(bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING))
+        if numel >= least:
             return position + 1
     return len(run)
 
@@ -271,6 +299,42 @@ def _merge_last(buckets: Sequence[Sequence[int]]) -> list[list[int]]:
     return merged
 
 
+def _largest_first(items: Sequence[LayoutItem], members: Sequence[int]) -> list[int]:
+    """Return members by elements, then by work, the largest first, then in their order."""
+    if len(members) < 2:
+        return list(members)
+    keys = sorted([(-items[i].numel, -items[i].flops, i) for i in members])
+    return [i for _, _, i in keys]
+
+
+def _sizes(items: Sequence[LayoutItem], members: Sequence[int]) -> Counter[int]:
+    """Return how many members there are of each number of elements."""
+    return Counter([items[index].numel for index in members])
+
+
+def _padded_numel(sizes: Mapping[int, int], num_owners: int, shard_alignment_numel: int) -> int:
+    """Return the elements of the bucket that :func:`_pack` makes, from the sizes alone.
+
+    Equal members go to equally full shards together, so that thousands of experts take a few steps.
+    """
+    ends = [(0, num_owners)]
+    last = 0
+    for numel in sorted(sizes, reverse=True):
+        left = sizes[numel]
+        while left:
+            end, owners = heappop(ends)
+            while ends and ends[0][0] == end:
+                owners += heappop(ends)[1]
+            given = min(owners, left)
+            if given < owners:
+                heappush(ends, (end, owners - given))
+            end = _align(end, PARAM_ALIGNMENT_NUMEL) + numel
+            heappush(ends, (end, given))
+            left -= given
+            last = max(last, end)
+    return num_owners * _align(last, shard_alignment_numel)
+
+
 def _pack(
     items: Sequence[LayoutItem],
     members: Sequence[int],
@@ -282,7 +346,7 @@ def _pack(
     Returns:
         The members of each shard, and the elements of a shard.
     """
-    ordered = sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i))
+    ordered = _largest_first(items, members)
     shards: list[list[int]] = [[] for _ in range(num_owners)]
     ends = [(0, owner) for owner in range(num_owners)]
     last = 0
@@ -306,8 +370,8 @@ def _pack_tightly(
     24 matrices of 4 elements, 12 of 3 and 12 of 1 fit into 16 shards of 9 (4 4 1 and 3 3 3), where
     the former takes 10. The work of the shards is then less even, so that this comes last.
     """
-    shards, numel = _pack(items, members, num_owners, shard_alignment_numel)
-    ordered = sorted(members, key=lambda i: (-items[i].numel, -items[i].flops, i))
+    numel = _padded_numel(_sizes(items, members), num_owners, shard_alignment_numel) // num_owners
+    ordered = _largest_first(items, members)
     aligned = [_aligned_numel(items[i]) for i in ordered]
     least = max(_ceil_div(sum(aligned), num_owners), *aligned)
     if _is_padded_much(numel, least):
@@ -316,7 +380,7 @@ def _pack_tightly(
             filled = _fill(ordered, aligned, num_owners, limit)
             if filled is not None:
                 return filled, _align(limit, shard_alignment_numel)
-    return shards, numel
+    return _pack(items, members, num_owners, shard_alignment_numel)
 
 
 def _fill(

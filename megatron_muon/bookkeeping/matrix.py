@@ -7,8 +7,9 @@ q, k, v and an output gate in every query group, gate and up, single heads, stac
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from operator import attrgetter
 
 from megatron_muon.errors import ConfigurationError, PlanError
 
@@ -151,6 +152,14 @@ class LogicalMatrix:
                 f"the {rows} rows of a tensor-parallel shard."
             )
 
+    def renamed(self, name: str) -> LogicalMatrix:
+        """Return the same matrix under another name, which needs no second check."""
+        same, put = object.__new__(LogicalMatrix), object.__setattr__
+        for attribute, value in zip(_ATTRIBUTES, _values_of(self), strict=True):
+            put(same, attribute, value)
+        put(same, "name", name)
+        return same
+
     @property
     def is_cut(self) -> bool:
         """Whether the ranks of a row hold different parts of it, and no copies."""
@@ -261,12 +270,20 @@ class LogicalMatrix:
         return shards
 
 
+_ATTRIBUTES = tuple(field.name for field in fields(LogicalMatrix))
+_values_of = attrgetter(*_ATTRIBUTES)
+
+
 def check_cover(name: str, shape: tuple[int, int], blocks: Sequence[LogicalBlock]) -> None:
     """Check that the blocks of a matrix cover its rows, or its columns, once.
 
     Raises:
         PlanError: A line is in no block or in two, or some blocks are rows and others columns.
     """
+    if len(blocks) == 1:
+        (block,) = blocks
+        if (block.start, block.run, block.count) == (0, shape[block.dim], 1):
+            return  # a plain matrix, of which there may be thousands
     dims = {block.dim for block in blocks}
     (dim,) = dims if len(dims) == 1 else (0,)
     runs = sorted(run for block in blocks for run in block.runs())

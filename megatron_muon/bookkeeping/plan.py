@@ -7,13 +7,14 @@ is compared across ranks before the first collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import overload
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
-from megatron_muon.bookkeeping.homes import Home, HomeItem, choose_sharers
+from megatron_muon.bookkeeping.homes import EvenlyHeld, Home, HomeItem, choose_sharers
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.parts import max_sharers
 from megatron_muon.errors import PlanError
@@ -61,6 +62,63 @@ class Piece:
     range: ParamRange
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Slices(Sequence[Piece]):
+    """The pieces of a matrix that lies in equal shards, each made when it is looked at.
+
+    A plan of a thousand ranks has a million of them, and few are ever looked at.
+
+    Attributes:
+        first: Data-parallel rank that holds the matrix's first element.
+        head: Elements of the matrix in that rank's shard.
+        shard: Elements of a shard.
+        numel: Elements of the matrix.
+    """
+
+    first: int
+    head: int
+    shard: int
+    numel: int
+
+    def __len__(self) -> int:
+        return 1 + max(0, -(-(self.numel - self.head) // self.shard))
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+        positions = range(len(self))[index]
+        if isinstance(positions, range):
+            return tuple(map(self._piece, positions))
+        return self._piece(positions)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _piece(self, position: int) -> Piece:
+        start = self.head + (position - 1) * self.shard if position else 0
+        end = min(self.head + position * self.shard, self.numel)
+        return Piece(self.first + position, ParamRange(start, end))
+
+    def of(self, rank: int) -> Piece | None:
+        """Return what a data-parallel rank holds."""
+        position = rank - self.first
+        return self._piece(position) if 0 <= position < len(self) else None
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Yield rank, start and end of each."""
+        cuts = range(self.head, self.numel, self.shard)
+        ranks = range(self.first, self.first + len(self))
+        return zip(ranks, chain((0,), cuts), chain(cuts, (self.numel,)), strict=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedMatrix:
     """A matrix and who holds its masters and momentum.
@@ -75,15 +133,19 @@ class OwnedMatrix:
     """
 
     matrix: LogicalMatrix
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     buffer_idx: int = -1
     bucket_idx: int = -1
     range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        ends = [0, *(piece.range.end for piece in self.pieces)]
-        starts = [*(piece.range.start for piece in self.pieces), self.matrix.local_numel]
-        if ends != starts:
+        if isinstance(self.pieces, Slices):  # of one another's ends by the way they are made
+            is_covered = self.pieces.numel == self.matrix.local_numel
+        else:
+            spans = list(self.spans())
+            starts = [*(start for _, start, _ in spans), self.matrix.local_numel]
+            is_covered = starts == [0, *(end for _, _, end in spans)]
+        if not is_covered:
             raise PlanError(
                 f"{self.matrix.name}: {self.pieces} do not cover its {self.matrix.local_numel} "
                 "elements once."
@@ -92,7 +154,9 @@ class OwnedMatrix:
     @property
     def owner(self) -> int | None:
         """The data-parallel rank that holds all of it, ``None`` if it is cut."""
-        return self.pieces[0].rank if len(self.pieces) == 1 else None
+        if len(self.pieces) > 1:
+            return None
+        return self.pieces.first if isinstance(self.pieces, Slices) else self.pieces[0].rank
 
     @property
     def grid(self) -> Grid:
@@ -102,7 +166,15 @@ class OwnedMatrix:
 
     def piece_of(self, rank: int) -> Piece | None:
         """Return what a data-parallel rank holds."""
+        if isinstance(self.pieces, Slices):
+            return self.pieces.of(rank)
         return next((piece for piece in self.pieces if piece.rank == rank), None)
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Yield rank, start and end of each piece."""
+        if isinstance(self.pieces, Slices):
+            return self.pieces.spans()
+        return ((piece.rank, piece.range.start, piece.range.end) for piece in self.pieces)
 
     def held_range(self, piece: Piece, tp: int) -> ParamRange:
         """Return which elements of the matrix a piece has on a rank of the row; may be empty.
@@ -124,9 +196,7 @@ def held_by(owner: int, matrix: LogicalMatrix) -> tuple[Piece, ...]:
     return (Piece(owner, ParamRange(0, matrix.local_numel)),)
 
 
-def held_by_slices(
-    range_: tuple[int, int], bucket: tuple[int, int], size: int
-) -> tuple[Piece, ...]:
+def held_by_slices(range_: tuple[int, int], bucket: tuple[int, int], size: int) -> Slices:
     """Return the pieces of a matrix whose bucket is cut into equal shards.
 
     Args:
@@ -136,10 +206,9 @@ def held_by_slices(
     """
     start, end = range_
     shard = (bucket[1] - bucket[0]) // size
-    first, past = (start - bucket[0]) // shard, min(size, -(-(end - bucket[0]) // shard))
-    cuts = [bucket[0] + rank * shard - start for rank in range(first + 1, past)]
-    stretches = pairwise([0, *cuts, end - start])
-    return tuple(Piece(first + i, ParamRange(*stretch)) for i, stretch in enumerate(stretches))
+    first = (start - bucket[0]) // shard
+    head = min(bucket[0] + (first + 1) * shard, end) - start
+    return Slices(first, head, shard, end - start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +245,7 @@ class PlannedMatrix:
         values["blocks"] = " ".join(map(str, matrix.blocks))
         values |= {key: getattr(owned, key) for key in _OWNED_FIELDS}
         values["pieces"] = " ".join(
-            f"{piece.rank}[{piece.range.start}:{piece.range.end}]" for piece in owned.pieces
+            [f"{rank}[{start}:{end}]" for rank, start, end in owned.spans()]
         )
         values |= {"flops": self.flops, "home": f"{self.home.dp},{self.home.tp}"}
         if self.sharers:
@@ -264,7 +333,14 @@ def make_plan(
                 "numbered layers."
             )
     homes: dict[str, tuple[Home, ...]] = {}
-    flops = {item.matrix.name: item.matrix.ns_flops(num_steps) for item in ordered}
+    known: dict[tuple[tuple[int, int], int], int] = {}
+    flops: dict[str, int] = {}
+    for item in ordered:  # experts by the thousand share their blocks
+        matrix = item.matrix
+        key = (matrix.shape, id(matrix.blocks))
+        if key not in known:
+            known[key] = matrix.ns_flops(num_steps)
+        flops[matrix.name] = known[key]
     for size, members in _by_ranks(ordered, grids):
         if not one_rank_each:
             homes |= {o.matrix.name: (Home(o.owner, 0),) for o in members if o.owner is not None}
@@ -297,29 +373,42 @@ def _by_ranks(
     Experts that are not reduced apart lie in the groups of the dense matrices, since Megatron cuts
     them over as many ranks then (0.19.2, core/tensor_parallel/layers.py:961).
     """
-    together: dict[tuple[bool, bool, bool, GridSize], list[OwnedMatrix]] = {}
+    by_grid: dict[tuple[bool, bool, bool], list[OwnedMatrix]] = {}
     for item in ordered:
-        grid = item.grid
-        size = grids.get(grid, GridSize())
-        key = (grid.expert_parallel, grid.expert_parallel and grid.expert_tp, grid.gtp, size)
-        together.setdefault(key, []).append(item)
+        matrix = item.matrix
+        kind = (matrix.expert_parallel, matrix.expert_tp, matrix.gtp_size > 1)
+        by_grid.setdefault(kind, []).append(item)
+    together: dict[tuple[bool, bool, bool, GridSize], list[OwnedMatrix]] = {}
+    for (expert_parallel, expert_tp, gtp), members in by_grid.items():
+        size = grids.get(Grid(expert_parallel, expert_tp, gtp), GridSize())
+        key = (expert_parallel, expert_parallel and expert_tp, gtp, size)
+        together.setdefault(key, []).extend(members)
     return [(key[-1], members) for key, members in together.items()]
 
 
 def _home_item(owned: OwnedMatrix, flops: int, may_be_shared: bool) -> HomeItem:
     matrix = owned.matrix
     row_size = matrix.row_size if matrix.is_cut else 1
-    held = {piece.rank: piece.range.end - piece.range.start for piece in owned.pieces}
-    if matrix.gtp_size > 1:  # the last ranks of a row are filled up: the mean of all
-        for piece in owned.pieces:
-            numels = (owned.held_range(piece, tp).numel for tp in range(row_size))
-            held[piece.rank] = sum(numels) // row_size
+    owner = owned.owner
     return HomeItem(
         name=matrix.name,
         flops=flops,
         numel=matrix.numel,
-        owner=owned.owner,
-        held=held,
+        owner=owner,
+        held={} if owner is not None else _held(owned, row_size),
         tp_size=row_size,
         max_sharers=max_sharers(matrix) if may_be_shared else 1,
     )
+
+
+def _held(owned: OwnedMatrix, row_size: int) -> Mapping[int, int]:
+    """Return how much each data-parallel rank holds of a matrix that is cut."""
+    if owned.matrix.gtp_size > 1:  # the last ranks of a row are filled up: the mean of all
+        return {
+            piece.rank: sum(owned.held_range(piece, tp).numel for tp in range(row_size)) // row_size
+            for piece in owned.pieces
+        }
+    if isinstance(owned.pieces, Slices):
+        slices = owned.pieces
+        return EvenlyHeld(slices.first, slices.head, slices.shard, slices.numel)
+    return {rank: end - start for rank, start, end in owned.spans()}

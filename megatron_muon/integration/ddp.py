@@ -10,7 +10,7 @@ import torch
 
 from megatron_muon.bookkeeping.routing import Route, RoutingRules, SplitRules
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.integration.install import installation
+from megatron_muon.integration.layout_choice import layout_of_run, remember
 from megatron_muon.integration.names import named_parameters, route_parameter
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
 from megatron_muon.optimizer.param_layout import LAYOUT
@@ -32,11 +32,18 @@ def megatron_args() -> Any:
     return getattr(global_vars, "_GLOBAL_ARGS", None)
 
 
-def tag_params_for_buffer_routing(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Route every trainable parameter before DDP makes its buffers.
+def tag_params_for_buffer_routing(
+    model_chunks: Sequence[torch.nn.Module], pg_collection: Any = None
+) -> None:
+    """Route every trainable parameter before DDP makes its buffers, and say in which layout.
 
     Takes the place of Megatron's function of the same name; the one decision is read again when
-    the parameter groups are made, so that a buffer and a group cannot disagree.
+    the parameter groups are made, so that a buffer and a group cannot disagree. Collective where
+    the layout is chosen (``--muon-layout auto``).
+
+    Args:
+        model_chunks: All model chunks of this rank.
+        pg_collection: Process groups of the model, ``None`` for Megatron's global ones.
     """
     args = megatron_args()
     rules = RoutingRules(
@@ -48,10 +55,11 @@ def tag_params_for_buffer_routing(model_chunks: Sequence[torch.nn.Module]) -> No
         gated_fc1=getattr(args, "muon_split_gated_fc1", False),
         heads=getattr(args, "muon_split_heads", False),
     )
-    state = installation()
-    layout = getattr(args, "muon_layout", None) or (state and state.layout) or "owner"
-    for param, route in route_chunks(model_chunks, rules, splits).items():
-        setattr(param, LAYOUT, layout)
+    routes = route_chunks(model_chunks, rules, splits)
+    choice = layout_of_run(args, model_chunks, routes, pg_collection)
+    remember(model_chunks, choice)
+    for param, route in routes.items():
+        setattr(param, LAYOUT, choice.layout)
         param.is_managed_by_layer_wise_optimizer = (  # type: ignore[attr-defined]
             route.optimizer == "muon"
         )
@@ -91,7 +99,7 @@ def wraps_with_layout(function: Callable[..., Any]) -> Callable[..., Any]:
                 and getattr(run, "use_layer_wise_param_layout", True)
             ):
                 ddp_config.use_distributed_optimizer = True
-                tag_params_for_buffer_routing(model)
+                tag_params_for_buffer_routing(model, kwargs.get("pg_collection"))
         return function(model, data_parallel_random_init, ddp_config, *args, **kwargs)
 
     return _ddp_wrap

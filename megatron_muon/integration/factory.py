@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.bookkeeping.costs import LayoutChoice
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import (
     Grid,
@@ -43,11 +44,12 @@ from megatron_muon.integration.children import (
 )
 from megatron_muon.integration.ddp import MUON_NAMES, ROUTE, check_same_route, route_chunks
 from megatron_muon.integration.install import installation
+from megatron_muon.integration.layout_choice import remembered
 from megatron_muon.integration.names import weight_shards_flag
 from megatron_muon.integration.params_norm import watch_params_norm
 from megatron_muon.integration.quantized import check_model, forget_stale_initial_values
 from megatron_muon.integration.start import announce
-from megatron_muon.optimizer.chain import MuonChain, spanning_groups
+from megatron_muon.optimizer.chain import MuonChain, ranks_of
 from megatron_muon.optimizer.config import MuonSettings, resolve
 from megatron_muon.optimizer.grad_scaler import make_grad_scaler, shared
 from megatron_muon.optimizer.layer_wise import LayerWiseMuonOptimizer
@@ -79,7 +81,7 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         if config.optimizer not in MUON_NAMES:
             return original(config, model_chunks, config_overrides, pg_collection)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        ranks = _ranks_of(groups)
+        ranks = ranks_of(groups)
         settings, routes = raise_together(lambda: _checked(config, model_chunks, groups), ranks)
         kinds = _check_routes(routes, model_chunks, settings, ranks)
         forget_stale_initial_values(routes, ranks)
@@ -108,14 +110,6 @@ def builds_muon(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizer
 
     return _get_megatron_emerging_optimizer
-
-
-def _ranks_of(groups: Any) -> dist.ProcessGroup:
-    """Return one group of all ranks of the model; where there is none, of the whole job."""
-    spanning = spanning_groups(groups)
-    world = dist.group.WORLD
-    assert world is not None
-    return spanning[0] if len(spanning) == 1 else world
 
 
 def _builder(
@@ -149,11 +143,19 @@ def _resolve(config: OptimizerConfig) -> MuonSettings:
     return resolve(config, state.layout if state else None)
 
 
+def _with_layout(settings: MuonSettings, model_chunks: Sequence[Any]) -> MuonSettings:
+    """Return the settings with the layout that was chosen when the model was wrapped in DDP."""
+    if settings.layout != "auto":
+        return settings
+    choice = remembered(model_chunks) or LayoutChoice(published_kind(model_chunks) or "owner")
+    return replace(settings, layout=choice.layout, layout_why=choice.why)
+
+
 def _checked(
     config: OptimizerConfig, model_chunks: Sequence[Any], groups: Any
 ) -> tuple[MuonSettings, Routes]:
     """Return the settings and routes, or raise what is wrong with them on this rank."""
-    settings = _resolve(config)
+    settings = _with_layout(_resolve(config), model_chunks)
     _check_supported(config)
     check_model(config, model_chunks, settings.layout is not None)
     _check_wrapping(model_chunks, config, settings)

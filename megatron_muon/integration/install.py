@@ -17,7 +17,7 @@ from megatron_muon.integration.patching import PatchSet
 from megatron_muon.optimizer.compatibility import our_layout
 
 Device = Literal["auto", "cpu", "cuda"]
-Layout = Literal["owner", "flat"]
+Layout = Literal["owner", "flat", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,9 @@ def install(
     Args:
         device: ``"cpu"`` puts Megatron on the CPU and gloo, ``"cuda"`` leaves the device alone,
             ``"auto"`` takes the CPU where no CUDA device is visible.
-        layout: For code that builds DDP itself and has no flags; ``None`` takes the default, and
-            ``"padded"`` is later Megatrons' name of ``"owner"``.
+        layout: For code that builds DDP itself and has no flags; ``None`` takes the default, which
+            is ``"owner"`` there, since nothing says what to choose by, and ``"auto"`` in a run with
+            Megatron's command line. ``"padded"`` is later Megatrons' name of ``"owner"``.
         optimizer: ``False`` installs the CPU stand-in alone.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
+from megatron_muon.bookkeeping.costs import LayoutChoice
 from megatron_muon.bookkeeping.plan import Plan
 from megatron_muon.bookkeeping.routing import Route
 from megatron_muon.collectives.agreement import gather, gather_distinct, raise_together
@@ -61,7 +62,7 @@ def announce(
     summary = plan_summary(plans, gather(own_load, ranks))
     memory = largest(gather(measure(optimizer, model_chunks), ranks))
     if not is_laid_out(model_chunks):
-        settings = replace(settings, layout=None)
+        settings = replace(settings, layout=None, layout_why="")
     if ranks.rank() == 0:
         print("\n".join(_lines(rows, plans, summary, memory, settings, optimizer)), flush=True)
         if is_cpu_fp8() and any(map(_computes_in_fp8, model_chunks)):
@@ -97,11 +98,18 @@ def _lines(
     optimizer: MuonChain,
 ) -> Iterator[str]:
     yield "megatron-muon: Muon is on"
-    values = [f"{name}={value}" for name, value in settings.to_dict().items()]
+    told = {k: v for k, v in settings.to_dict().items() if k != "layout_why"}
+    values = [f"{name}={value}" for name, value in told.items()]
     yield from textwrap.wrap(
         ", ".join(values), _WIDTH, initial_indent="  settings: ", subsequent_indent=12 * " ",
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+    if settings.layout is not None and settings.layout_why:
+        choice = LayoutChoice(settings.layout, settings.layout_why)
+        yield from textwrap.wrap(
+            str(choice), _WIDTH, initial_indent="  ", subsequent_indent="    ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
     for kind, label in (("muon", "Muon"), ("scalar", settings.scalar_optimizer)):
         members = [row for row in rows if row["optimizer"] == kind]
         numel = sum(math.prod(row["logical_shape"]) for row in members)

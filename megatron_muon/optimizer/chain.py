@@ -473,6 +473,14 @@ class MuonChain(ChainedOptimizer):
                 timers(name).stop()
 
 
+def ranks_of(groups: Any) -> dist.ProcessGroup:
+    """Return one group of all ranks of the model; where there is none, of the whole job."""
+    spanning = spanning_groups(groups)
+    world = dist.group.WORLD
+    assert world is not None
+    return spanning[0] if len(spanning) == 1 else world
+
+
 def spanning_groups(groups: Any) -> list[dist.ProcessGroup]:
     """Return process groups that together span all ranks of the model."""
     model_parallel = getattr(groups, "mp", None)

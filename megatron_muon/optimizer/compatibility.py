@@ -7,8 +7,9 @@ Megatrons give to layouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_muon.bookkeeping.costs import LayoutChoice
 from megatron_muon.errors import ConfigurationError
 
 LATER_LAYOUTS = ("padded", "decoupled", "legacy")
@@ -26,7 +27,7 @@ class Chosen:
     """What was asked for, as far as pairs depend on it.
 
     Attributes:
-        layout: The layout in use.
+        layout: The layout in use, ``auto`` where it is chosen later.
         layout_given: The layout that a flag or the config names, ``None`` if none does.
         distributed: Whether the optimizer is distributed.
         param_layout: Whether DDP is given a layout (``--no-use-layer-wise-param-layout``).
@@ -41,6 +42,7 @@ class Chosen:
         overlap_param_gather: Whether they overlap with the forward pass.
         borrows_grads: Whether they go through the gradient buffer.
         share_blocks: Whether several ranks work on a block together.
+        hardware: Whether a machine is named to choose the layout for.
     """
 
     layout: str
@@ -58,6 +60,7 @@ class Chosen:
     overlap_param_gather: bool = False
     borrows_grads: bool = False
     share_blocks: bool = False
+    hardware: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +110,16 @@ def _repeats_work(tp_mode: str) -> Choice:
     return Choice(f"with --muon-tp-mode {tp_mode}", lambda c: c.tp_mode == tp_mode)
 
 
+_UNDISTRIBUTED = Choice("without --use-distributed-optimizer", lambda c: not c.distributed)
+_NOT_LAID_OUT = Choice(
+    "with --no-use-layer-wise-param-layout", lambda c: c.distributed and not c.param_layout
+)
 _LAYOUTS = (
     Choice("--muon-layout owner", lambda c: c.layout_given == "owner"),
     Choice("--muon-layout flat", lambda c: c.layout_given == "flat"),
+    Choice("--muon-layout auto", lambda c: c.layout_given == "auto"),
 )
+_HARDWARE = Choice("--muon-hardware", lambda c: c.hardware)
 
 _GATHERS_EARLY = Choice("--muon-overlap-param-gather", lambda c: c.gathers_early)
 
@@ -147,14 +156,14 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         Choice("--muon-use-syrk", lambda c: c.use_syrk),
-        Choice("without --use-distributed-optimizer", lambda c: not c.distributed),
+        _UNDISTRIBUTED,
         "ranks that compute the same block have to find the same bits",
         "Drop --muon-use-syrk, or add --use-distributed-optimizer.",
     ),
     *(
         Pair(
             layout,
-            Choice("without --use-distributed-optimizer", lambda c: not c.distributed),
+            _UNDISTRIBUTED,
             "no buffer is cut",
             "Add that flag, or drop --muon-layout.",
         )
@@ -163,10 +172,7 @@ PAIRS: tuple[Pair, ...] = (
     *(
         Pair(
             layout,
-            Choice(
-                "with --no-use-layer-wise-param-layout",
-                lambda c: c.distributed and not c.param_layout,
-            ),
+            _NOT_LAID_OUT,
             "DDP is then given no layout",
             "Drop one of the two flags.",
         )
@@ -174,15 +180,13 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         _GATHERS_EARLY,
-        Choice("without --use-distributed-optimizer", lambda c: not c.distributed),
+        _UNDISTRIBUTED,
         "no weights are gathered",
         "Add that flag, or drop --muon-overlap-param-gather.",
     ),
     Pair(
         _GATHERS_EARLY,
-        Choice(
-            "with --no-use-layer-wise-param-layout", lambda c: c.distributed and not c.param_layout
-        ),
+        _NOT_LAID_OUT,
         "weights then have no buffer of their own to be gathered in",
         "Drop one of the two flags.",
     ),
@@ -197,6 +201,19 @@ PAIRS: tuple[Pair, ...] = (
         Choice("with --reuse-grad-buf-for-mxfp8-param-ag", lambda c: c.borrows_grads),
         "the gradient buffer, which the gather borrows, is in use until the step ends",
         "Drop --muon-overlap-param-gather.",
+    ),
+    *(
+        Pair(
+            _HARDWARE,
+            Choice(f"with {layout.phrase}", layout.is_made),
+            "no layout is chosen",
+            "Drop --muon-hardware, or use --muon-layout auto.",
+        )
+        for layout in _LAYOUTS[:2]
+    ),
+    *(
+        Pair(_HARDWARE, second, "no buffer is cut", "Drop --muon-hardware.")
+        for second in (_UNDISTRIBUTED, _NOT_LAID_OUT)
     ),
     *(
         Pair(
@@ -217,9 +234,28 @@ def check_pairs(chosen: Chosen) -> None:
     Raises:
         ConfigurationError: One is; the message names both and what to change.
     """
-    for pair in PAIRS:
-        if pair.first.is_made(chosen) and pair.second.is_made(chosen):
-            raise ConfigurationError(pair.message())
+    pair = _refusal(chosen)
+    if pair is not None:
+        raise ConfigurationError(pair.message())
+
+
+def only_layout(chosen: Chosen) -> LayoutChoice | None:
+    """Return the layout that all else allows if it is one alone, with what refuses the other."""
+    if not (chosen.distributed and chosen.param_layout):
+        return None
+    refusals = {kind: _refusal(replace(chosen, layout=kind)) for kind in ("owner", "flat")}
+    allowed = [kind for kind, refusal in refusals.items() if refusal is None]
+    if len(allowed) != 1:
+        return None
+    other, pair = next((kind, pair) for kind, pair in refusals.items() if pair is not None)
+    why = f"{pair.first.phrase} {pair.second.phrase} has no effect in layout {other}"
+    return LayoutChoice(allowed[0], why)
+
+
+def _refusal(chosen: Chosen) -> Pair | None:
+    """Return the first pair of which both are chosen."""
+    made = (p for p in PAIRS if p.first.is_made(chosen) and p.second.is_made(chosen))
+    return next(made, None)
 
 
 def our_layout(layout: str | None, given: str) -> str | None:

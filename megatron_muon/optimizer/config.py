@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron_muon.bookkeeping.costs import HARDWARE, ON_CPU, ON_CUDA, find_hardware
 from megatron_muon.bookkeeping.routing import SplitRules
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.optimizer.compatibility import Chosen, check_pairs, our_layout
+from megatron_muon.optimizer.compatibility import Chosen, check_pairs, only_layout, our_layout
 from megatron_muon.optimizer.host_values import check_host_values
 from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 
 TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
 TP_MODES: tuple[str, ...] = get_args(TPMode)
-LAYOUTS = ("owner", "flat")
+LAYOUTS = ("owner", "flat", "auto")
 EXCHANGE_DTYPES = ("fp32", "bf16")
 MOMENTUM_DTYPES = ("fp32", "bf16")
 CLIPS = ("global", "scalar-only")
@@ -35,8 +36,15 @@ FLAGS: dict[str, dict[str, Any]] = {
         choices=LAYOUTS,
         default=None,
         help="How parameters lie in the buckets: every matrix whole inside one owner's shard "
-        "(owner, the default), or in equal shards that may cut a matrix, whose pieces travel to "
-        "where it is orthogonalized (flat).",
+        "(owner), in equal shards that may cut a matrix, whose pieces travel to where it is "
+        "orthogonalized (flat), or the one of the two with the faster predicted step that fits "
+        "into memory (auto, the default).",
+    ),
+    "--muon-hardware": dict(
+        default=None,
+        metavar="MACHINE",
+        help=f"What --muon-layout auto predicts for: {', '.join(HARDWARE)}, or a JSON file of "
+        f"numbers (default {ON_CUDA}, on a CPU {ON_CPU}).",
     ),
     "--muon-gather-budget-mib": dict(
         type=float,
@@ -155,8 +163,12 @@ class MuonConfig(OptimizerConfig):
     distributed or blockwise."""
 
     muon_layout: str | None = None
-    """How parameters lie in the buckets, owner (later Megatrons' padded) or flat; None takes the
-    layout of ``install()``, else owner."""
+    """How parameters lie in the buckets: owner (later Megatrons' padded), flat, or auto, which is
+    the one that was chosen when the model was wrapped; None takes the layout of ``install()``, else
+    auto."""
+
+    muon_hardware: str | None = None
+    """What auto predicts for, a known machine or a JSON file; None is h100, on a CPU cpu-gloo."""
 
     muon_gather_budget_mib: float | None = None
     """Most memory, in MiB, that the pieces of matrices brought together take; None is 64."""
@@ -233,7 +245,10 @@ class MuonSettings:
         share_blocks: Let several ranks work together on a block that is more than a rank's share.
         use_syrk: Multiply by emerging-optimizers' Triton kernel on CUDA.
         tp_mode: Where tensor-parallel matrices are orthogonalized.
-        layout: How parameters lie in the buckets, None without a distributed optimizer.
+        layout: How parameters lie in the buckets, None without a distributed optimizer; ``auto``
+            until the model is wrapped.
+        layout_why: Why that one, empty where it was asked for.
+        hardware: What the choice of a layout predicts for, None for the device's kind.
         gather_budget_nbytes: What a rank may send and receive in one collective.
         exchange_dtype: Dtype in which momentum and updates travel, ``fp32`` or ``bf16``.
         overlap_param_gather: Whether the gather of a bucket starts when its last matrix is done.
@@ -264,6 +279,8 @@ class MuonSettings:
     use_syrk: bool
     tp_mode: TPMode
     layout: str | None
+    layout_why: str
+    hardware: str | None
     gather_budget_nbytes: int
     exchange_dtype: str
     overlap_param_gather: bool
@@ -303,7 +320,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         tp_mode = "owner"
     layout_given = getattr(config, "muon_layout", None)
     layout_given = our_layout(layout_given, f"--muon-layout {layout_given}")
-    layout = layout_given or installed_layout or "owner"
+    layout = layout_given or installed_layout or "auto"
     if installed_layout is not None and layout != installed_layout:
         raise ConfigurationError(
             f"--muon-layout is {layout}, install() was called with layout={installed_layout!r}: "
@@ -346,25 +363,31 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         heads=getattr(config, "muon_split_heads", False),
     )
     gathers_early = getattr(config, "muon_overlap_param_gather", False)
-    check_pairs(
-        Chosen(
-            layout=layout,
-            layout_given=layout_given,
-            distributed=distributed,
-            param_layout=getattr(config, "use_layer_wise_param_layout", True),
-            tp_mode=tp_mode,
-            clip=clip,
-            clip_grad=config.clip_grad,
-            exchange_dtype=exchange_dtype,
-            split_qkv=splits.qkv,
-            split_heads=splits.heads,
-            share_blocks=getattr(config, "muon_share_blocks", False),
-            use_syrk=getattr(config, "muon_use_syrk", False),
-            gathers_early=gathers_early,
-            overlap_param_gather=config.overlap_param_gather,
-            borrows_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
-        )
+    hardware = getattr(config, "muon_hardware", None)
+    find_hardware(hardware, ON_CPU, "--muon-hardware")
+    chosen = Chosen(
+        layout=layout,
+        layout_given=layout_given,
+        distributed=distributed,
+        param_layout=getattr(config, "use_layer_wise_param_layout", True),
+        tp_mode=tp_mode,
+        clip=clip,
+        clip_grad=config.clip_grad,
+        exchange_dtype=exchange_dtype,
+        split_qkv=splits.qkv,
+        split_heads=splits.heads,
+        share_blocks=getattr(config, "muon_share_blocks", False),
+        use_syrk=getattr(config, "muon_use_syrk", False),
+        gathers_early=gathers_early,
+        overlap_param_gather=config.overlap_param_gather,
+        borrows_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
+        hardware=hardware is not None,
     )
+    only = only_layout(chosen) if layout == "auto" else None
+    if only is not None:
+        layout = only.layout
+        chosen = replace(chosen, layout=layout)
+    check_pairs(chosen)
     return MuonSettings(
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -387,6 +410,8 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         use_syrk=getattr(config, "muon_use_syrk", False),
         tp_mode=tp_mode,
         layout=layout if distributed else None,
+        layout_why=only.why if only is not None else "",
+        hardware=hardware,
         gather_budget_nbytes=_gather_budget_nbytes(config),
         exchange_dtype=exchange_dtype,
         overlap_param_gather=gathers_early,

@@ -12,13 +12,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_muon.bookkeeping.costs import (
+    GIB,
+    HARDWARE,
+    ON_CUDA,
+    ONE_RANK,
+    Hardware,
+    choose_layout,
+    find_hardware,
+)
+from megatron_muon.bookkeeping.stage import LAYOUTS
 from megatron_muon.errors import ConfigurationError
-from megatron_muon.planner.costs import GIB, HARDWARE, Hardware, choose_layout
 from megatron_muon.planner.job import PlanSettings, plan_job
 from megatron_muon.planner.models import BUILT_IN, ModelSpec
 from megatron_muon.planner.picture import save_picture
 from megatron_muon.planner.report import JobReport, make_report
-from megatron_muon.planner.sizes import ParallelSizes
+from megatron_muon.planner.sizes import ParallelSizes, check_sizes
 from megatron_muon.planner.sources import Source, read_source
 from megatron_muon.planner.text import lines_of
 
@@ -51,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("owner", "flat", "auto"),
         default=None,
-        help="layout to plan: owner (the default), flat, or the one with the faster step that fits",
+        help="layout to plan: owner, flat, or the one with the faster step that fits (the default)",
     )
     plan.add_argument(
         "--wrapping",
@@ -64,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fingerprint", action="store_true", default=None, help="make the fingerprint in any case"
     )
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--hardware", choices=tuple(HARDWARE), default="h100")
+    machine.add_argument(
+        "--hardware",
+        metavar="MACHINE",
+        help=f"{', '.join(HARDWARE)}, or a JSON file of numbers (default {ON_CUDA})",
+    )
     for flag, text in (
         ("flops", "TFLOP/s of the products in Newton-Schulz"),
         ("link", "GB/s of a rank between nodes"),
@@ -85,9 +98,9 @@ def main(options: argparse.Namespace) -> int:
     """Plan, and say what was planned; ``options.arguments`` holds Megatron's flags."""
     source = read_source(options.source, options.arguments)
     sizes = _sizes(source, options)
-    machine = _machine(options)
+    machine = _machine(source, options)
     settings = replace(source.settings, wrapping=options.wrapping)
-    layout = options.layout or source.layout or "owner"
+    layout = options.layout or source.layout or "auto"
     if not 0 <= options.stage < sizes.pp:
         raise ConfigurationError(f"--stage is {options.stage}: the job has {sizes.pp} stages.")
     with _without_collection():
@@ -115,8 +128,11 @@ def _report(
 
     if layout != "auto":
         return planned(layout, "", with_fingerprint)
-    costs = [planned(kind, "", False).costs for kind in ("owner", "flat")]
-    choice = choose_layout(costs, machine.memory_nbytes)
+    check_sizes(model, sizes)
+    choice = ONE_RANK
+    if max(sizes.dp_cp, sizes.expert_dp) > 1:
+        costs = [planned(kind, "", False).costs for kind in LAYOUTS]
+        choice = choose_layout(costs, machine.memory_nbytes)
     return planned(choice.layout, choice.why, with_fingerprint)
 
 
@@ -133,7 +149,7 @@ def _sizes(source: Source, options: argparse.Namespace) -> ParallelSizes:
     return replace(source.sizes, **given)
 
 
-def _machine(options: argparse.Namespace) -> Hardware:
+def _machine(source: Source, options: argparse.Namespace) -> Hardware:
     scales = {
         "flops": ("flops_per_s", 1e12), "link": ("link_nbytes_per_s", 1e9),
         "node_link": ("node_nbytes_per_s", 1e9), "memory": ("memory_nbytes", GIB),
@@ -147,7 +163,11 @@ def _machine(options: argparse.Namespace) -> Hardware:
             flag = option.replace("_", "-")
             raise ConfigurationError(f"--{flag} is {value}: expected a number above 0.")
         changes[name] = value * scale
-    return replace(HARDWARE[options.hardware], **changes)  # type: ignore[arg-type]
+    if options.hardware is None:
+        machine = find_hardware(source.hardware, ON_CUDA, "--muon-hardware")
+    else:
+        machine = find_hardware(options.hardware, ON_CUDA, "--hardware")
+    return replace(machine, **changes)  # type: ignore[arg-type]
 
 
 def _as_json(report: JobReport) -> str:

@@ -16,38 +16,38 @@ from megatron_muon.bookkeeping.plan import (
     Plan,
     PlannedMatrix,
     fingerprint_of,
-    held_by_slices,
     make_plan,
 )
 from megatron_muon.bookkeeping.routing import (
     ParamFacts,
-    Route,
     RoutingRules,
     SplitRules,
     check_rules_match,
     check_splits_apply,
     decide,
 )
+from megatron_muon.bookkeeping.stage import (
+    LAYOUTS,
+    Member,
+    Stage,
+    StepSettings,
+    bucket_numel_of,
+    lay_out,
+)
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.integration.fused import logical_matrix
-from megatron_muon.planner.layouts import BufferLayout, flat_layout, owner_layout
 from megatron_muon.planner.models import ModelParam, ModelSpec, chunk_params
 from megatron_muon.planner.sizes import ParallelSizes, check_sizes, stage_layers
 
-BUDGET_NBYTES = 64 * 2**20
-"""What a rank may send and receive in one collective by default, as in a run."""
-
-_LAYOUTS = {"owner": owner_layout, "flat": flat_layout}
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(StepSettings):
     """What of a run's flags the plan depends on, besides model and sizes.
 
     Attributes:
         layout: ``owner`` or ``flat``.
-        num_ns_steps: Newton-Schulz steps.
         splits: Which fused weights are orthogonalized part by part.
         rules: The user's rules of routing.
         overlap: Whether gradients are reduced during the backward pass, hence in buckets.
@@ -56,63 +56,25 @@ class PlanSettings:
             training/models/dist_utils.py:326) makes buckets on the first pipeline stage alone,
             ``provider`` (a model provider, training/training.py:1672) on all.
         high_busbw: Whether buckets are padded for the network.
-        param_nbytes: Bytes of an element of a weight.
-        grad_nbytes: Of a gradient.
-        momentum_nbytes: Of momentum.
-        exchange_nbytes: Of what travels.
-        budget_nbytes: What a rank may send and receive in one collective.
-        share_blocks: Whether several ranks work on a block together that is more than a rank's
-            share.
     """
 
     layout: str = "owner"
-    num_ns_steps: int = 5
     splits: SplitRules = field(default_factory=SplitRules)
     rules: RoutingRules = field(default_factory=RoutingRules)
     overlap: bool = True
     bucket_numel: int | None = None
     wrapping: str = "builder"
     high_busbw: bool = False
-    param_nbytes: int = 2
-    grad_nbytes: int = 4
-    momentum_nbytes: int = 4
-    exchange_nbytes: int = 4
-    budget_nbytes: int = BUDGET_NBYTES
-    share_blocks: bool = False
 
     def bucket_of(self, sizes: ParallelSizes, pp_rank: int, chunk: int) -> int | None:
-        """Return the elements of a bucket, ``None`` where all of a buffer is one.
-
-        Only the first chunk of a stage has several; the default is that of 0.19.2,
-        training/models/dist_utils.py:292.
-        """
-        if not self.overlap or chunk > 0 or (pp_rank > 0 and self.wrapping == "builder"):
-            return None
-        return self.bucket_numel or max(40_000_000, 1_000_000 * sizes.dp_cp)
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """One of DDP's buffers on a rank.
-
-    Attributes:
-        layout: What lies where.
-        num_shards: Ranks that have one shard each.
-        of_matrices: Whether it is Muon's.
-        is_expert: Whether it is reduced over the expert data-parallel group.
-    """
-
-    layout: BufferLayout
-    num_shards: int
-    of_matrices: bool
-    is_expert: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    param: ModelParam
-    route: Route
-    item: LayoutItem
+        """Return the elements of a bucket, ``None`` where all of a buffer is one."""
+        return bucket_numel_of(
+            self.bucket_numel,
+            overlap=self.overlap,
+            dp_cp=sizes.dp_cp,
+            has_buckets=pp_rank == 0 or self.wrapping != "builder",
+            chunk=chunk,
+        )
 
 
 class StagePlan:
@@ -122,7 +84,8 @@ class StagePlan:
         pp_rank: Which stage.
         sizes: Parallel sizes.
         layers: Layers of each model chunk.
-        routes: Route of each parameter of the ranks with the first experts.
+        names: Name of each parameter of the ranks with the first experts.
+        blocks: Names of the blocks of their matrices.
         buffers: DDP's buffers, in their order.
         grids: Sizes of the data x tensor grids.
     """
@@ -140,8 +103,8 @@ class StagePlan:
         """
         self.pp_rank, self.sizes = pp_rank, sizes
         self.layers = stage_layers(model, sizes, pp_rank)
-        self.routes: list[Route] = []
-        self.buffers: list[Buffer] = []
+        self.names: list[str] = []
+        self.blocks: set[str] = set()
         self._settings = settings
         self.grids = {
             Grid(apart, expert_tp): GridSize(
@@ -151,44 +114,37 @@ class StagePlan:
             for apart in (False, True)
             for expert_tp in (False, True)
         }
-        owned: list[OwnedMatrix] = []
-        for chunk in range(sizes.vpp):
-            params = _params_of_chunk(model, sizes, pp_rank, chunk, self.layers[chunk])
-            owned += self._lay_out(model, params, chunk)
+        self.buffers, owned = lay_out(
+            (
+                (self._members(model, chunk), settings.bucket_of(sizes, pp_rank, chunk))
+                for chunk in range(sizes.vpp)
+            ),
+            settings.layout,
+            (sizes.dp_cp, sizes.expert_dp if sizes.experts_apart else 1),
+            settings.high_busbw,
+        )
         self._shared = self._plan([o for o in owned if not o.matrix.expert_parallel])
         self._experts = [o for o in owned if o.matrix.expert_parallel]
 
-    def _lay_out(
-        self, model: ModelSpec, params: Iterator[ModelParam], chunk: int
-    ) -> Iterator[OwnedMatrix]:
-        sizes, settings = self.sizes, self._settings
-        groups: dict[tuple[bool, bool], list[_Member]] = {}
+    def _members(self, model: ModelSpec, chunk: int) -> Iterator[Member]:
+        sizes = self.sizes
+        experts_apart = sizes.experts_apart
+        params = _params_of_chunk(model, sizes, self.pp_rank, chunk, self.layers[chunk])
+        has_rules = self._settings.rules != RoutingRules()
+        alike: dict[tuple[object, ...], Member] = {}
         for param in params:
-            member = _route(model, sizes, settings, param)
-            self.routes.append(member.route)
-            is_expert = param.expert >= 0 and sizes.experts_apart
-            groups.setdefault((is_expert, member.route.matrix is not None), []).append(member)
-        # DDP has the buffers of experts behind all others, each kind in order of appearance.
-        for is_expert, of_matrices in sorted(groups, key=lambda key: key[0]):
-            members = groups[is_expert, of_matrices]
-            num_shards = sizes.expert_dp if is_expert else sizes.dp_cp
-            layout = _LAYOUTS[settings.layout if of_matrices else "flat"](
-                [member.item for member in members],
-                settings.bucket_of(sizes, self.pp_rank, chunk),
-                num_shards,
-                settings.high_busbw,
-            )
-            buffer_idx = len(self.buffers)
-            self.buffers.append(Buffer(layout, num_shards, of_matrices, is_expert))
-            for member, (start, end, bucket) in zip(members, layout.places, strict=True):
-                if member.route.matrix is not None:
-                    yield OwnedMatrix(
-                        matrix=member.route.matrix,
-                        pieces=held_by_slices((start, end), layout.buckets[bucket], num_shards),
-                        buffer_idx=buffer_idx,
-                        bucket_idx=bucket,
-                        range=(start, end),
-                    )
+            # Experts are alike but for their names, which only the user's rules tell apart.
+            key = (param.name.rpartition(".experts.")[2].partition(".")[2], param.shape)
+            self.names.append(param.name)
+            first = None if has_rules or param.expert < 0 else alike.get(key)
+            if first is not None:
+                matrix = None if first.matrix is None else first.matrix.renamed(param.name)
+                yield Member(first.item, matrix, first.is_expert)
+                continue
+            matrix, item = _route(model, sizes, self._settings, param)
+            alike[key] = Member(item, matrix, experts_apart and param.expert >= 0)
+            self.blocks.update(block.name for block in (matrix.blocks if matrix else ()))
+            yield alike[key]
 
     def _plan(self, owned: list[OwnedMatrix]) -> Plan:
         numel = sum(buffer.layout.numel for buffer in self.buffers if buffer.of_matrices)
@@ -239,10 +195,19 @@ class StagePlan:
         """The plan of the ranks with the first experts."""
         return self.plan(0)
 
-    @property
-    def has_experts_apart(self) -> bool:
-        """Whether experts have groups of their own."""
-        return bool(self._experts)
+    @cached_property
+    def stage(self) -> Stage:
+        """What loads and memory follow from, with the first experts."""
+        sizes = self.sizes
+        return Stage(
+            buffers=self.buffers,
+            grids=self.grids,
+            shared=self.shared,
+            experts=self.experts(0),
+            num_ranks=sizes.num_stage_ranks,
+            tp=sizes.tp,
+            expert_tp=sizes.expert_tp,
+        )
 
     def fingerprint(self, ep_rank: int) -> str:
         """Return the fingerprint of that plan; what all ranks share is written once."""
@@ -285,21 +250,20 @@ def plan_job(model: ModelSpec, sizes: ParallelSizes, settings: PlanSettings) -> 
     Raises:
         ConfigurationError: Sizes do not fit the model, or a rule or split applies to nothing.
     """
-    if settings.layout not in _LAYOUTS:
+    if settings.layout not in LAYOUTS:
         raise ConfigurationError(
-            f"--layout {settings.layout!r}: expected one of {', '.join(_LAYOUTS)}."
+            f"--layout {settings.layout!r}: expected one of {', '.join(LAYOUTS)}."
         )
     check_sizes(model, sizes)
     stages = tuple(StagePlan(model, sizes, settings, pp_rank) for pp_rank in range(sizes.pp))
-    routes = [route for stage in stages for route in stage.routes]
-    check_rules_match((route.facts.name for route in routes), settings.rules)
-    matrices = [route.matrix for route in routes if route.matrix is not None]
-    if not matrices:
+    names = [name for stage in stages for name in stage.names]
+    check_rules_match(names, settings.rules)
+    if not any(stage.blocks for stage in stages):
         raise ConfigurationError(
-            f"{model.name}: none of its {len(routes)} parameters is a matrix for Muon. Check "
+            f"{model.name}: none of its {len(names)} parameters is a matrix for Muon. Check "
             "--muon-exclude."
         )
-    check_splits_apply((b.name for m in matrices for b in m.blocks), settings.splits)
+    check_splits_apply((name for stage in stages for name in stage.blocks), settings.splits)
     return JobPlan(model, sizes, settings, stages)
 
 
@@ -320,7 +284,7 @@ def _params_of_chunk(
 
 def _route(
     model: ModelSpec, sizes: ParallelSizes, settings: PlanSettings, param: ModelParam
-) -> _Member:
+) -> tuple[LogicalMatrix | None, LayoutItem]:
     """Decide where one parameter goes, as :func:`.names.route_parameter` does."""
     is_expert = param.expert >= 0
     tp_size = sizes.expert_tp if is_expert else sizes.tp
@@ -329,10 +293,10 @@ def _route(
         shape=param.shape,
         is_embedding_or_output=param.is_embedding_or_output,
     )
-    optimizer, reason = decide(facts, settings.rules)
+    optimizer, _ = decide(facts, settings.rules)
     matrix: LogicalMatrix | None = None
     if optimizer == "muon":
-        matrix, warning = logical_matrix(
+        matrix, _ = logical_matrix(
             param.name,
             param.shape,
             model,
@@ -343,16 +307,12 @@ def _route(
             expert_tp=is_expert,
             expert_parallel=is_expert and sizes.experts_apart,
         )
-        reason = f"{reason}; {warning}" if warning else reason
-    route = Route(
-        facts=facts, optimizer=optimizer, reason=reason, rules=settings.rules, matrix=matrix
-    )
     numel = 1
     for n in param.shape:
         numel *= n
     numel //= 1 if param.dim is None else tp_size
     flops = 0 if matrix is None else matrix.ns_flops(1)
-    return _Member(param, route, LayoutItem(numel, flops, param.is_shared))
+    return matrix, LayoutItem(numel, flops, param.is_shared)
 
 
 def _named_rows(matrices: Iterable[PlannedMatrix]) -> list[tuple[str, str]]:
@@ -361,4 +321,4 @@ def _named_rows(matrices: Iterable[PlannedMatrix]) -> list[tuple[str, str]]:
 
 def _renamed(matrix: LogicalMatrix, offset: int) -> LogicalMatrix:
     name = _EXPERT.sub(lambda found: str(int(found[0]) + offset), matrix.name)
-    return replace(matrix, name=name)
+    return matrix.renamed(name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.bookkeeping.costs import GIB
 from megatron_muon.errors import ConfigurationError, HostError
-from megatron_muon.planner.costs import GIB
 from megatron_muon.planner.report import JobReport, StageNumbers
 
 _MAX_ROWS = 400

@@ -31,12 +31,14 @@ class Source:
         sizes: Parallel sizes.
         settings: Settings of the plan.
         layout: ``--muon-layout``, ``None`` where it was not given.
+        hardware: ``--muon-hardware``, ``None`` where it was not given.
     """
 
     model: ModelSpec
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
     settings: PlanSettings = field(default_factory=PlanSettings)
     layout: str | None = None
+    hardware: str | None = None
 
 
 def read_source(given: str | None, flags: Sequence[str]) -> Source:
@@ -279,6 +281,7 @@ def _changed(source: Source, flags: Flags, where: str) -> Source:
         replace(source.sizes, **sizes),
         _settings(source.settings, flags),
         _one(flags, "muon-layout", "") or source.layout,
+        _one(flags, "muon-hardware", "") or source.hardware,
     )
 
 

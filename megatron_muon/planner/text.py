@@ -5,15 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from megatron_muon.bookkeeping.costs import GIB, LayoutChoice, assumptions
 from megatron_muon.bookkeeping.plan import PlannedMatrix
-from megatron_muon.planner.costs import GIB, assumptions
+from megatron_muon.bookkeeping.stage import max_over_mean, padding_of
 from megatron_muon.planner.report import (
     MAX_PLANS_TO_FINGERPRINT,
     JobReport,
     StageNumbers,
     job_assumptions,
-    max_over_mean,
-    padding_of,
 )
 
 _WIDTH = 100
@@ -42,7 +41,7 @@ def lines_of(report: JobReport, num_rows: int) -> Iterator[str]:
         f"({sizes}), layout {job.settings.layout}"
     )
     if report.why:
-        yield from _wrapped(f"why: {report.why}")
+        yield from _wrapped(str(LayoutChoice(job.settings.layout, report.why)))
     yield _fingerprint_line(report)
     yield (
         f"padding {report.padding:.3f} (elements of the matrices' buffers over those of the "

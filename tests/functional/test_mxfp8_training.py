@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[int, list[str]]] = {
 }  # fmt: skip
 """Number of ranks and flags."""
 LAYOUTS = {
-    "owner": [], "flat": ["--muon-layout", "flat"],
+    "owner": ["--muon-layout", "owner"], "flat": ["--muon-layout", "flat"],
     # A budget below most weights: they are gathered one or a few at a time.
     "none": ["--no-use-layer-wise-param-layout", "--muon-gather-budget-mib", "0.02"],
 }  # fmt: skip

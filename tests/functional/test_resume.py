@@ -34,7 +34,7 @@ AXES: Mapping[str, Mapping[str, str]] = {
         "mxfp8": f"{GATHERED} --reuse-grad-buf-for-mxfp8-param-ag",
     },
     "layout": {
-        "owner": "",
+        "owner": "--muon-layout owner",
         "flat": "--muon-layout flat",
         "none": "--no-use-layer-wise-param-layout",
         "replicated": "",

@@ -11,9 +11,9 @@ import pytest
 from megatron_muon.bookkeeping.homes import HomeItem, choose_homes, lower_bound, moved_numel
 from megatron_muon.bookkeeping.layout import LayoutItem, compute_owner_layout
 from megatron_muon.bookkeeping.matrix import LogicalMatrix, interleaved, whole
+from megatron_muon.bookkeeping.stage import max_over_mean, stage_loads
 from megatron_muon.planner.job import PlanSettings, plan_job
 from megatron_muon.planner.models import BUILT_IN
-from megatron_muon.planner.report import max_over_mean, stage_loads
 from megatron_muon.planner.sizes import ParallelSizes
 
 NUM_STEPS = 5
@@ -222,8 +222,8 @@ def test_shared_blocks_balance_the_grid(case, layout):
             loads[home] += planned.flops / len(planned.homes)
     busiest = max(loads.values()) * dp_size * tp_size / sum(loads.values())
     assert busiest <= most
-    assert max_over_mean(stage_loads(stage).flops) >= alone
-    assert max_over_mean(stage_loads(shared).flops) == pytest.approx(busiest)
+    assert max_over_mean(stage_loads(stage.stage).flops) >= alone
+    assert max_over_mean(stage_loads(shared.stage).flops) == pytest.approx(busiest)
     assert not any(planned.sharers for planned in stage.first_plan.matrices)
 
 

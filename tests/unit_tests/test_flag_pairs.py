@@ -18,6 +18,7 @@ from tests.unit_tests.command_line import parser
 DISTRIBUTED = {"use_layer_wise_distributed_optimizer": True}
 
 CHOICES = {
+    "--muon-hardware": {"muon_hardware": "cpu-gloo"},
     "--muon-split-heads": {"muon_split_heads": True},
     "--muon-split-gated-fc1": {"muon_split_gated_fc1": True},
     "--muon-use-syrk": {"muon_use_syrk": True},
@@ -60,10 +61,18 @@ REFUSED = {
     ("--muon-share-blocks", "--muon-tp-mode blockwise"),
     ("--muon-layout owner", "--no-use-distributed-optimizer"),
     ("--muon-layout flat", "--no-use-distributed-optimizer"),
-    ("--muon-tp-mode distributed", "--muon-exchange-dtype bf16"),
-    ("--muon-tp-mode blockwise", "--muon-exchange-dtype bf16"),
+    ("--muon-layout auto", "--no-use-distributed-optimizer"),
+    ("--muon-hardware", "--no-use-distributed-optimizer"),
+    ("--muon-hardware", "--muon-layout owner"),
+    ("--muon-hardware", "--muon-layout flat"),
 }
 """The pairs that cannot work, written out once more by hand."""
+
+REFUSED_IN_ONE_LAYOUT = {
+    ("--muon-tp-mode distributed", "--muon-exchange-dtype bf16"): "flat",
+    ("--muon-tp-mode blockwise", "--muon-exchange-dtype bf16"): "flat",
+}
+"""The pairs that work in one layout alone, which is then taken where none is asked for."""
 
 
 def fields(choice):
@@ -93,14 +102,20 @@ def test_each_pair_works_or_names_the_flag(pair):
             assert flag in str(caught.value)
         return
     settings = resolved(*pair)
-    assert settings.layout is None or settings.layout in LAYOUTS
+    layouts = [choice.split()[-1] for choice in pair if choice.startswith("--muon-layout")]
+    only = REFUSED_IN_ONE_LAYOUT.get(pair)
+    if "--no-use-distributed-optimizer" in pair:
+        assert settings.layout is None
+    else:
+        assert settings.layout == (only or (layouts or ["auto"])[0])
+    assert bool(settings.layout_why) == (only is not None)
 
 
 def test_every_row_of_the_table_is_tested():
     """The rows of a layout that DDP is not given can only be written on the command line."""
     by_command_line = [pair for pair in PAIRS if "param-layout" in pair.second.phrase]
-    assert len(by_command_line) == 3
-    assert len(PAIRS) == len(REFUSED) + len(by_command_line)
+    assert len(by_command_line) == len(LAYOUTS) + 2
+    assert len(PAIRS) == len(REFUSED) + len(REFUSED_IN_ONE_LAYOUT) + len(by_command_line)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.first.phrase + pair.second.phrase)
@@ -115,6 +130,10 @@ def test_pieces_of_the_flat_layout_travel_in_every_mode(mode):
     flags = (f"--muon-tp-mode {mode}", "--muon-exchange-dtype bf16")
     assert resolved(*flags, "--muon-layout flat").exchange_dtype == "bf16"
     assert resolved(*flags, layout="flat").layout == "flat"
+    chosen = resolved(*flags)
+    assert (chosen.layout, chosen.layout_why) == (
+        "flat", f"--muon-exchange-dtype bf16 with {flags[0]} has no effect in layout owner"
+    )  # fmt: skip
     with pytest.raises(ConfigurationError, match="--muon-exchange-dtype bf16 has no effect"):
         resolved(*flags, "--muon-layout owner")
     with pytest.raises(ConfigurationError, match="--muon-exchange-dtype bf16 has no effect"):
@@ -126,7 +145,7 @@ def test_pieces_of_the_flat_layout_travel_in_every_mode(mode):
 
 def test_defaults():
     settings = resolved()
-    assert settings.layout == "owner"
+    assert (settings.layout, settings.layout_why, settings.hardware) == ("auto", "", None)
     assert settings.gather_budget_nbytes == 64 * 2**20
     assert settings.exchange_dtype == "fp32"
     assert settings.splits == SplitRules(qkv=True, gated_fc1=False, heads=False)
@@ -215,6 +234,7 @@ def test_rates_of_megatron_alone_are_its_own_affair():
         ({"muon_gather_budget_mib": float("nan")}, ["--muon-gather-budget-mib", "nan"]),
         ({"muon_gather_budget_mib": float("inf")}, ["--muon-gather-budget-mib", "inf"]),
         ({"muon_exchange_dtype": "fp16"}, ["--muon-exchange-dtype", "'fp16'", "fp32, bf16"]),
+        ({"muon_hardware": "abacus"}, ["--muon-hardware abacus", "h100, cpu-gloo", "no file"]),
         ({"muon_layout": "diagonal"}, ["--muon-layout", "'diagonal'", "owner, flat"]),
     ],
     ids=str,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_muon.bookkeeping.layout import (
     PARAM_ALIGNMENT_NUMEL,
     LayoutItem,
+    _padded_numel,
     compute_owner_layout,
 )
 
@@ -175,3 +176,21 @@ def test_nothing_to_lay_out(num_owners):
     layout = compute_owner_layout([], 100, num_owners, 64)
     assert (layout.placements, layout.buckets, layout.numel) == ((), (), 0)
     assert layout.padding_ratio == 1.0
+
+
+@settings(max_examples=300)
+@given(
+    st.dictionaries(st.integers(1, 700), st.integers(1, 60), min_size=1, max_size=5),
+    st.integers(1, 40),
+    st.sampled_from([64, 192]),
+)
+def test_a_bucket_has_the_size_that_placing_its_members_one_by_one_gives(counts, owners, alignment):
+    """The largest first, each to the shard that ends first, shards padded to the alignment."""
+    items = [LayoutItem(numel, 1) for numel, count in counts.items() for _ in range(count)]
+    ends = [0] * owners
+    for numel in sorted((item.numel for item in items), reverse=True):
+        owner = ends.index(min(ends))
+        ends[owner] = -(-ends[owner] // 64) * 64 + numel
+    expected = owners * -(-max(ends) // alignment) * alignment
+    assert _padded_numel(counts, owners, alignment) == expected
+    assert compute_owner_layout(items, None, owners, alignment).numel <= expected

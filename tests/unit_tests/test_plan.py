@@ -20,6 +20,7 @@ from megatron_muon.bookkeeping.plan import (
     OwnedMatrix,
     Piece,
     PlannedMatrix,
+    _home_item,
     held_by,
     held_by_slices,
     make_plan,
@@ -278,3 +279,39 @@ def test_slices_are_those_of_equal_shards(size, shard_numel, offset, start, nume
 def test_buffer_without_a_layout_has_no_padding():
     assert make_plan([BASE], GRIDS, 5).buffer_numel == MATRIX.local_numel == 48
     assert make_plan([BASE], GRIDS, 5, buffer_numel=128).buffer_numel == 128
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 200), st.integers(1, 200))
+def test_slices_are_what_each_equal_shard_has_of_a_matrix(shard, size, start, numel):
+    """Counted element by element; the bucket starts somewhere in the buffer."""
+    bucket = (1000, 1000 + shard * size)
+    start = min(start, shard * size - 1)
+    numel = min(numel, shard * size - start)
+    slices = held_by_slices((1000 + start, 1000 + start + numel), bucket, size)
+    by_rank = {}
+    for element in range(numel):
+        by_rank.setdefault((start + element) // shard, []).append(element)
+    pieces = tuple(Piece(rank, ParamRange(held[0], held[-1] + 1)) for rank, held in by_rank.items())
+    assert tuple(slices) == pieces
+    assert slices == pieces
+    assert hash(slices) == hash(pieces)
+    assert (len(slices), slices[0], slices[-1], slices[1:]) == (
+        len(pieces), pieces[0], pieces[-1], pieces[1:],
+    )  # fmt: skip
+    assert list(slices.spans()) == [(p.rank, p.range.start, p.range.end) for p in pieces]
+    assert [slices.of(rank) for rank in range(-1, size + 1)] == [
+        next((p for p in pieces if p.rank == rank), None) for rank in range(-1, size + 1)
+    ]
+    matrix = LogicalMatrix("w", (1, numel), whole(1))
+    lazy, made = (OwnedMatrix(matrix=matrix, pieces=p) for p in (slices, pieces))
+    assert lazy == made
+    assert _home_item(lazy, 7, False) == _home_item(made, 7, False)
+    assert dict(_home_item(lazy, 7).held.items()) == dict(_home_item(made, 7).held)
+    with pytest.raises(PlanError, match="do not cover its"):
+        OwnedMatrix(matrix=LogicalMatrix("w", (1, numel + 1), whole(1)), pieces=slices)
+
+
+def test_a_renamed_matrix_is_the_one_that_is_made_under_that_name():
+    shape = {"tp_dim": 0, "tp_size": 2, "expert_tp": True, "gtp_size": 3, "gtp_rows": 1}
+    one, other = (LogicalMatrix(name, (4, 5), whole(4), **shape) for name in ("a", "b"))
+    assert one.renamed("b") == other != one

@@ -29,12 +29,15 @@ def test_json_is_printed_alone_or_written(capsys, tmp_path):
     assert text.startswith("gpt2-124m: 124.44 M parameters on 4 ranks")
 
 
-def test_the_layout_is_owner_unless_asked_for_and_auto_says_why(capsys):
+def test_the_layout_is_chosen_with_a_reason_unless_one_is_asked_for(capsys):
     line = "deepseek-v3 --pp 8 --last-stage-layers 5 --dp 128 --ep 64"
-    assert ", layout owner\n" in plan(line, capsys)[1]
-    out = plan(f"{line} --layout auto", capsys)[1]
-    assert ", layout flat\nwhy: it alone fits into 80 GiB" in out
+    out = plan(line, capsys)[1]
+    assert ", layout flat\nlayout flat: it alone fits into 80.00 GiB" in out
     assert "\nplan: no fingerprint" in out
+    assert ", layout flat\nlayout flat: its step" in plan("llama3-8b --dp 64", capsys)[1]
+    assert ", layout owner\nplan" in plan("llama3-8b --dp 64 --layout owner", capsys)[1]
+    alone = plan("gpt2-124m --dp 1", capsys)[1]
+    assert ", layout owner\nlayout owner: one data-parallel rank holds every matrix\n" in alone
     assert ", layout flat\n" in plan("gpt2-124m -- --muon-layout flat", capsys)[1]
     by_flag = plan("gpt2-124m --layout owner -- --muon-layout flat", capsys)[1]
     assert ", layout owner\n" in by_flag
@@ -50,6 +53,42 @@ def test_the_machine_can_be_described(capsys):
     assert "1 TFLOP/s" in slow["assumptions"][0]
 
 
+def test_the_machine_can_be_a_file_that_changes_some_numbers(capsys, tmp_path):
+    path = tmp_path / "slow.json"
+    path.write_text('{"link_nbytes_per_s": 1e9, "memory_nbytes": 8589934592}')
+    told = [
+        json.loads(plan(f"gpt2-124m --dp 16 --json - {flags}", capsys)[1])
+        for flags in ("--link 1", f"--hardware {path}", f"-- --muon-hardware {path}")
+    ]
+    steps = [each["stages"][0]["step"] for each in told]
+    assert steps[0] == steps[1] == steps[2]
+    assert told[1]["assumptions"][0].startswith("slow: Newton-Schulz at 495 TFLOP/s")
+    only_flat_fits = f"deepseek-v3 --pp 8 --last-stage-layers 5 --dp 128 --ep 64 --hardware {path}"
+    assert "none fits into 8.00 GiB" in plan(f"{only_flat_fits} --rows 0", capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "no object; expected an object of name, flops_per_s"),
+        ('{"flops": 1}', "['flops']; expected an object of"),
+        ('{"flops_per_s": 0}', "flops_per_s is 0; expected a number above 0"),
+        ('{"ranks_per_node": 1.5}', "ranks_per_node is 1.5; expected an integer above 0"),
+        ('{"memory_nbytes": true}', "memory_nbytes is True; expected an integer above 0"),
+        ('{"latency_s": NaN}', "latency_s is nan; expected a number above 0"),
+        ('{"name": 3}', "name is 3; expected a name"),
+    ],
+)
+def test_a_file_that_is_no_machine_is_refused(capsys, tmp_path, text, said):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    code, _, err = plan(f"gpt2-124m --hardware {path}", capsys)
+    assert code == 2
+    assert f"--hardware {path}: " in err
+    assert said in err
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -57,6 +96,7 @@ def test_the_machine_can_be_described(capsys):
         ("llama5", "llama5: no such file"),
         ("llama3-8b --tp 3", "--tp 3 does not fit llama3-8b"),
         ("llama3-8b --stage 1", "--stage is 1: the job has 1 stages"),
+        ("llama3-8b --hardware abacus", "--hardware abacus: no machine of that name (h100,"),
         ("llama3-8b --link 0", "--link is 0.0: expected a number above 0"),
         ("llama3-8b --json /no/such/folder/x", "--json /no/such/folder/x: cannot be written"),
         ("llama3-8b -- --muon-layout square", "--muon-layout is 'square'"),

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_muon.bookkeeping.buffers import flat_layout, owner_layout
 from megatron_muon.bookkeeping.layout import LayoutItem
 from megatron_muon.errors import ConfigurationError, UnsupportedError
-from megatron_muon.planner.layouts import flat_layout, owner_layout
 from megatron_muon.planner.models import BUILT_IN, ModelSpec, chunk_params
 from megatron_muon.planner.sizes import ParallelSizes, check_sizes, stage_layers
 from megatron_muon.testing.ranks import run_ranks

@@ -45,8 +45,8 @@ _RANGES, _GROUPS, _SCALER = "ranges", "param_groups", "grad_scaler"
 
 _SAME_RANKS = (
     "Files of --ckpt-format torch, which is needed to load them too, are for the same ranks, "
-    "layout and precision that wrote them: resume with those, or save with --ckpt-format "
-    "torch_dist."
+    "layout (--muon-layout) and precision that wrote them: resume with those, or save with "
+    "--ckpt-format torch_dist."
 )
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,21 @@
 """What steps cost on a machine, as frozen numbers, and the choice of a layout by them.
 
+A run and the ``plan`` command choose by this one rule, from the same numbers.
+
 All predictions are bounds from bytes, flops and bandwidths; they order plans and tell what a step
 is made of. They are no measurement.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import ConfigurationError
 
 GIB = 2**30
 
@@ -53,6 +61,56 @@ HARDWARE: dict[str, Hardware] = {
         ),
     )
 }  # fmt: skip
+
+
+ON_CUDA, ON_CPU = "h100", "cpu-gloo"
+"""The machine that a run takes itself to be on where none is named."""
+
+
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a name"),
+    "int": ((int,), "an integer above 0"),
+    "float": ((int, float), "a number above 0"),
+}
+"""Of each type of a machine's fields what a file may say, and how that is called."""
+
+
+def find_hardware(given: str | None, default: str, flag: str) -> Hardware:
+    """Return a machine by its name, or as a JSON file describes it.
+
+    Args:
+        given: A name of :data:`HARDWARE`, or a file with an object of numbers named as the fields
+            of :class:`Hardware`, of which those that are left out are an H100's; ``None`` for the
+            default.
+        default: Name of the machine where none is given.
+        flag: The flag that gave it, for messages.
+
+    Raises:
+        ConfigurationError: It is neither, or the file says something else.
+    """
+    if given is None or given in HARDWARE:
+        return HARDWARE[given or default]
+    names = ", ".join(HARDWARE)
+    try:
+        found: Any = json.loads(Path(given).read_text())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{flag} {given}: no machine of that name ({names}), and no file that can be read "
+            f"({error.strerror})."
+        ) from None
+    except ValueError as error:
+        raise ConfigurationError(f"{flag} {given}: not JSON ({error}).") from None
+    kinds = {field.name: field.type for field in fields(Hardware)}
+    known = ", ".join(kinds)
+    if not isinstance(found, dict) or not set(found) <= set(kinds):
+        more = sorted(set(found) - set(kinds)) if isinstance(found, dict) else "no object"
+        raise ConfigurationError(f"{flag} {given}: {more}; expected an object of {known}.")
+    for name, value in found.items():
+        legal, expected = _KINDS[kinds[name]]
+        is_right = isinstance(value, legal) and not isinstance(value, bool)
+        if not is_right or (name != "name" and not 0 < value < math.inf):
+            raise ConfigurationError(f"{flag} {given}: {name} is {value!r}; expected {expected}.")
+    return replace(HARDWARE[ON_CUDA], **{"name": Path(given).stem, **found})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +198,37 @@ class LayoutCosts:
 
     def __str__(self) -> str:
         return (
-            f"{self.layout} sends {self.moved_nbytes / GIB:.2f} GiB, computes "
-            f"{self.flops / 1e12:.2f} TFLOP, keeps {self.memory_nbytes / GIB:.2f} GiB and takes "
-            f"{self.seconds * 1e3:.1f} ms"
+            f"{self.layout} sends {_nbytes(self.moved_nbytes)}, computes {_flops(self.flops)}, "
+            f"keeps {_nbytes(self.memory_nbytes)} and takes "
+            f"{self.seconds * 1e3:.4g} ms"
         )
+
+
+def _nbytes(number: int) -> str:
+    return _scaled(number, 1024, ("bytes", "KiB", "MiB", "GiB"))
+
+
+def _flops(number: int) -> str:
+    return _scaled(number, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"))
+
+
+def _scaled(number: float, step: int, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if number < step:
+            return f"{number:.4g} {unit}"
+        number /= step
+    return f"{number:.2f} {units[-1]}"
+
+
+def of_worst(stages: Sequence[LayoutCosts]) -> LayoutCosts:
+    """Return what a layout costs the worst rank of several pipeline stages."""
+    return LayoutCosts(
+        layout=stages[0].layout,
+        moved_nbytes=max(stage.moved_nbytes for stage in stages),
+        flops=max(stage.flops for stage in stages),
+        memory_nbytes=max(stage.memory_nbytes for stage in stages),
+        seconds=max(stage.seconds for stage in stages),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +237,18 @@ class LayoutChoice:
 
     Attributes:
         layout: Its name.
-        why: The reason, with the numbers.
+        why: The reason, with the numbers; empty where it was asked for.
     """
 
     layout: str
-    why: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"layout {self.layout}: {self.why or 'as asked for'}"
+
+
+ONE_RANK = LayoutChoice("owner", "one data-parallel rank holds every matrix")
+"""The choice where there is none."""
 
 
 _NOTICEABLE = 0.02
@@ -175,11 +267,11 @@ def choose_layout(costs: Sequence[LayoutCosts], memory_nbytes: int) -> LayoutCho
     if not fitting:
         least = min(costs, key=lambda cost: cost.memory_nbytes)
         return LayoutChoice(
-            least.layout, f"none fits into {memory_nbytes / GIB:.0f} GiB, it keeps least: {numbers}"
+            least.layout, f"none fits into {_nbytes(memory_nbytes)}, it keeps least: {numbers}"
         )
     if len(fitting) == 1 < len(costs):
         only = fitting[0].layout
-        return LayoutChoice(only, f"it alone fits into {memory_nbytes / GIB:.0f} GiB: {numbers}")
+        return LayoutChoice(only, f"it alone fits into {_nbytes(memory_nbytes)}: {numbers}")
     fastest = min(cost.seconds for cost in fitting)
     equal = [cost for cost in fitting if cost.seconds <= fastest * (1 + _NOTICEABLE)]
     best = min(equal, key=lambda cost: cost.memory_nbytes)

@@ -1,4 +1,4 @@
-"""Where parameters lie in DDP's buffers, by the rules that a run applies.
+"""Where parameters lie in DDP's buffers, in either layout.
 
 The owner layout is the one that training computes. The flat one is Megatron's own; here are its
 rules without its classes, which need parameters, and a test holds the two together.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_muon.bookkeeping.layout import (
     PARAM_ALIGNMENT_NUMEL,
     LayoutItem,
-    compute_owner_layout,
+    owner_places,
 )
 
 _BUCKET_ALIGNMENT_NUMEL = 128
@@ -54,11 +54,14 @@ def owner_layout(
     """
     # 0.19.2, optimizer/layer_wise_optimizer.py:184.
     alignment = math.lcm(64, _bucket_divisor(num_shards, high_busbw) // num_shards)
-    layout = compute_owner_layout(items, bucket_numel, num_shards, alignment)
+    places, buckets, unpadded = owner_places(items, bucket_numel, num_shards, alignment)
     return BufferLayout(
-        tuple((p.range.start, p.range.end, p.bucket_idx) for p in layout.placements),
-        tuple((bucket.start, bucket.end) for bucket in layout.buckets),
-        sum(item.numel for item in items),
+        tuple(
+            (start, start + item.numel, bucket)
+            for item, (start, bucket, _) in zip(items, places, strict=True)
+        ),
+        tuple(buckets),
+        sum(unpadded),
     )
 
 
