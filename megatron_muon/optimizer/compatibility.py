@@ -43,6 +43,8 @@ class Chosen:
         borrows_grads: Whether they go through the gradient buffer.
         share_blocks: Whether several ranks work on a block together.
         hardware: Whether a machine is named to choose the layout for.
+        ns_kernel: How Newton-Schulz is computed.
+        matmul_precision: Precision of its products.
     """
 
     layout: str
@@ -61,6 +63,8 @@ class Chosen:
     borrows_grads: bool = False
     share_blocks: bool = False
     hardware: bool = False
+    ns_kernel: str = "auto"
+    matmul_precision: str = "medium"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,12 @@ _UNDISTRIBUTED = Choice("without --use-distributed-optimizer", lambda c: not c.d
 _NOT_LAID_OUT = Choice(
     "with --no-use-layer-wise-param-layout", lambda c: c.distributed and not c.param_layout
 )
+
+
+def _kernel(name: str, preposition: str = "") -> Choice:
+    return Choice(f"{preposition}--muon-ns-kernel {name}", lambda c: c.ns_kernel == name)
+
+
 _LAYOUTS = (
     Choice("--muon-layout owner", lambda c: c.layout_given == "owner"),
     Choice("--muon-layout flat", lambda c: c.layout_given == "flat"),
@@ -154,11 +164,44 @@ PAIRS: tuple[Pair, ...] = (
         )
         for tp_mode in ("duplicated", "distributed", "blockwise")
     ),
+    *(
+        Pair(
+            _kernel(name),
+            Choice("with --muon-share-blocks", lambda c: c.share_blocks),
+            "ranks that share a block compute it in the form that its shape is given",
+            "Drop one of the two flags.",
+        )
+        for name in ("standard", "gram", "eigh", "exact")
+    ),
     Pair(
         Choice("--muon-use-syrk", lambda c: c.use_syrk),
         _UNDISTRIBUTED,
         "ranks that compute the same block have to find the same bits",
         "Drop --muon-use-syrk, or add --use-distributed-optimizer.",
+    ),
+    *(
+        Pair(
+            Choice("--muon-use-syrk", lambda c: c.use_syrk),
+            _kernel(name, "with "),
+            "no product of that kernel goes through it",
+            "Drop one of the two flags.",
+        )
+        for name in ("eigh", "exact")
+    ),
+    Pair(
+        _kernel("eigh"),
+        Choice("with --muon-fp32-matmul-prec medium", lambda c: c.matmul_precision == "medium"),
+        "eigenvectors need products in fp32",
+        "Add --muon-fp32-matmul-prec highest, or use another --muon-ns-kernel.",
+    ),
+    *(
+        Pair(
+            _kernel(name),
+            Choice("with --muon-tp-mode distributed", lambda c: c.tp_mode == "distributed"),
+            "ranks that share a matrix multiply their shards in the standard form",
+            "Drop --muon-ns-kernel, or use --muon-tp-mode owner.",
+        )
+        for name in ("standard", "gram", "eigh", "exact")
     ),
     *(
         Pair(

@@ -15,6 +15,7 @@ from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.compatibility import Chosen, check_pairs, only_layout, our_layout
 from megatron_muon.optimizer.host_values import check_host_values
 from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
+from megatron_muon.orthogonalize.kernels import KERNEL_NAMES, KernelName
 
 TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
 TP_MODES: tuple[str, ...] = get_args(TPMode)
@@ -123,6 +124,14 @@ FLAGS: dict[str, dict[str, Any]] = {
         "an even share of a rank's work. The update is then equal to that of one rank but for "
         "rounding.",
     ),
+    "--muon-ns-kernel": dict(
+        choices=KERNEL_NAMES,
+        default=None,
+        help="How Newton-Schulz is computed: by the kernel that is fastest for the block's shape "
+        "(auto, the default), always in the standard form, in the Gram form or by eigenvectors of "
+        "the Gram matrix (standard, gram, eigh), or by emerging-optimizers' own code block by "
+        "block, to the same bits as Megatron's Muon (exact).",
+    ),
     "--muon-split-heads": dict(
         action="store_true",
         help="Orthogonalize every head of q, k, v (and an output gate) apart; not the output "
@@ -206,6 +215,9 @@ class MuonConfig(OptimizerConfig):
     muon_share_blocks: bool = False
     """Whether several ranks orthogonalize a block together that is more than a rank's share."""
 
+    muon_ns_kernel: str | None = None
+    """How Newton-Schulz is computed, auto, standard, gram, eigh or exact; None is auto."""
+
     muon_split_heads: bool = False
     """Whether every head of q, k and v is orthogonalized apart."""
 
@@ -244,6 +256,7 @@ class MuonSettings:
         split_heads: Orthogonalize every head of q, k and v apart.
         share_blocks: Let several ranks work together on a block that is more than a rank's share.
         use_syrk: Multiply by emerging-optimizers' Triton kernel on CUDA.
+        ns_kernel: How Newton-Schulz is computed.
         tp_mode: Where tensor-parallel matrices are orthogonalized.
         layout: How parameters lie in the buckets, None without a distributed optimizer; ``auto``
             until the model is wrapped.
@@ -277,6 +290,7 @@ class MuonSettings:
     split_heads: bool
     share_blocks: bool
     use_syrk: bool
+    ns_kernel: KernelName
     tp_mode: TPMode
     layout: str | None
     layout_why: str
@@ -356,6 +370,8 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         raise ConfigurationError("--muon-report is empty: give the name of a file, or drop it.")
     exchange_dtype = getattr(config, "muon_exchange_dtype", None) or "fp32"
     _one_of("--muon-exchange-dtype", exchange_dtype, EXCHANGE_DTYPES)
+    ns_kernel: Any = getattr(config, "muon_ns_kernel", None) or "auto"
+    _one_of("--muon-ns-kernel", ns_kernel, KERNEL_NAMES)
     distributed = config.use_layer_wise_distributed_optimizer or config.optimizer == "dist_muon"
     splits = SplitRules(
         qkv=config.muon_split_qkv,
@@ -382,6 +398,8 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         overlap_param_gather=config.overlap_param_gather,
         borrows_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
         hardware=hardware is not None,
+        ns_kernel=ns_kernel,
+        matmul_precision=config.muon_fp32_matmul_prec,
     )
     only = only_layout(chosen) if layout == "auto" else None
     if only is not None:
@@ -408,6 +426,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         split_heads=splits.heads,
         share_blocks=getattr(config, "muon_share_blocks", False),
         use_syrk=getattr(config, "muon_use_syrk", False),
+        ns_kernel=ns_kernel,
         tp_mode=tp_mode,
         layout=layout if distributed else None,
         layout_why=only.why if only is not None else "",

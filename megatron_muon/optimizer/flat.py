@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
-from megatron_muon.bookkeeping.matrix import LogicalMatrix, whole
+from megatron_muon.bookkeeping.matrix import step_flops
 from megatron_muon.bookkeeping.plan import (
     Grid,
     GridSize,
-    OwnedMatrix,
     Plan,
     PlannedMatrix,
-    held_by,
     make_plan,
 )
 from megatron_muon.checkpoint.convert import from_pull_request
@@ -267,7 +265,9 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._keep_plan()
-        groups = {p: group for group in self.param_groups for p in group["params"]}
+        groups: dict[torch.Tensor, dict[str, Any]] = {}
+        if self.distributed_mode:
+            groups = {p: group for group in self.param_groups for p in group["params"]}
         run_engines(
             self._engines or [],
             self.account,
@@ -275,6 +275,8 @@ class Muon(torch.optim.Optimizer):
             lambda planned: self._input(planned, groups),
             lambda planned, update: self._apply(planned, update, groups),
         )
+        if not self.distributed_mode:
+            self._step_whole_matrices()
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._adamw(group)
@@ -438,32 +440,62 @@ class Muon(torch.optim.Optimizer):
         return momenta
 
     def _plan_whole_matrices(self) -> None:
-        """Plan for one process: every matrix whole, nothing moves."""
-        self._params = {}
-        by_steps: dict[int, list[OwnedMatrix]] = {}
-        for group in self.param_groups:
-            for param in group["params"] if group["use_muon"] else []:
-                if param.ndim != 2:
-                    raise ConfigurationError(
-                        f"A parameter of shape {tuple(param.shape)} is in a group with use_muon: "
-                        "Muon takes matrices. Give the others to a group without it, and flat "
-                        "shards to enable_distributed_mode()."
-                    )
-                if not param.numel() or not _moves(param):
-                    continue
-                name = f"matrix {len(self._params):08d}"
-                self._params[name] = param
-                matrix = LogicalMatrix(name, tuple(param.shape), whole(param.shape[0]))
-                by_steps.setdefault(group["ns_steps"], []).append(
-                    OwnedMatrix(matrix=matrix, pieces=held_by(0, matrix))
+        """Check the matrices of one process, where nothing moves."""
+        for param in self._muon_params():
+            if param.ndim != 2:
+                raise ConfigurationError(
+                    f"A parameter of shape {tuple(param.shape)} is in a group with use_muon: "
+                    "Muon takes matrices. Give the others to a group without it, and flat "
+                    "shards to enable_distributed_mode()."
                 )
-        plans = {steps: make_plan(items, {}, steps) for steps, items in sorted(by_steps.items())}
-        settings = EngineSettings(
-            orthogonalization=_orthogonalization(1), exchange_dtype=_WIRE_DTYPE
-        )
-        device = next((param.device for param in self._params.values()), torch.device("cpu"))
-        self._engines = self._make_engines(plans, None, None, settings, device)
+        self._engines = []
         self._init_state()
+
+    def _step_whole_matrices(self) -> None:
+        """Step the matrices of one process, as many together as the exchange would bring."""
+        for group in self.param_groups:
+            some: list[torch.Tensor] = []
+            room = DEFAULT_BUDGET_NBYTES
+            for param in group["params"] if group["use_muon"] else []:
+                if param.numel() and _moves(param):
+                    nbytes = param.numel() * torch.float32.itemsize
+                    if some and nbytes > room:
+                        self._step_together(some, group)
+                        some, room = [], DEFAULT_BUDGET_NBYTES
+                    some.append(param)
+                    room -= nbytes
+            if some:
+                self._step_together(some, group)
+
+    def _step_together(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Do for whole matrices what :meth:`_input`, the engine and :meth:`_apply` do, all at once.
+
+        Calls for each small matrix would take longer than its Newton-Schulz.
+        """
+        momenta = [self.state[param][MOMENTUM] for param in params]
+        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).float() for p in params]
+        mu = float(group["momentum"])
+        _multiply(momenta, mu)
+        torch._foreach_add_(momenta, grads)
+        ahead, outs = momenta, None
+        if group["nesterov"]:
+            ahead = outs = list(torch._foreach_add(grads, momenta, alpha=mu))
+        with self.account.phase("newton_schulz"):
+            updates = _orthogonalization(group["ns_steps"]).blocks(
+                [x.to(_WIRE_DTYPE) for x in ahead], outs
+            )
+        _multiply(params, float(1 - group["lr"] * group["weight_decay"]))
+        by_shape: dict[torch.Size, list[int]] = {}
+        for i, param in enumerate(params):
+            by_shape.setdefault(param.shape, []).append(i)
+        for (rows, columns), members in by_shape.items():
+            lr = adjust_lr_wd_for_muon(group["lr"], group["matched_adamw_rms"], (rows, columns))
+            torch._foreach_add_(
+                [params[i] for i in members], [updates[i] for i in members], alpha=-float(lr)
+            )
+            self.account.newton_schulz_calls += len(members)
+            flops = group["ns_steps"] * step_flops(rows, columns)
+            self.account.newton_schulz_flops += len(members) * flops
 
     def _make_engines(
         self,
@@ -542,6 +574,18 @@ def _device(params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.d
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _multiply(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply in place.
+
+    Of a number torch makes a tensor for each product, which takes longer than to multiply a small
+    matrix. With fp32 tensors on a CPU one made beforehand gives the same bits.
+    """
+    if all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors):
+        torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float32))
+    else:
+        torch._foreach_mul_(tensors, factor)
 
 
 def _moves(param: torch.Tensor) -> bool:

@@ -124,6 +124,7 @@ class OwnedMuon(torch.optim.Optimizer):
                 extra_scale_factor=self.settings.extra_scale_factor,
                 matmul_precision=self.settings.matmul_precision,
                 use_syrk=self.settings.use_syrk,
+                kernel=self.settings.ns_kernel,
             ),
             mode=self.settings.tp_mode,
             budget_nbytes=self.settings.gather_budget_nbytes,

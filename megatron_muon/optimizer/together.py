@@ -17,7 +17,7 @@ from megatron_muon.optimizer.station import Station
 from megatron_muon.orthogonalize.arithmetic import choose_arithmetic, products_in
 from megatron_muon.orthogonalize.blocks import TINY
 from megatron_muon.orthogonalize.coefficients import coefficients
-from megatron_muon.orthogonalize.products import Products
+from megatron_muon.orthogonalize.products import Products, Symmetric
 from megatron_muon.orthogonalize.views import as_matrix, block_views
 
 
@@ -68,7 +68,7 @@ def _iterate(station: Station, x: torch.Tensor) -> torch.Tensor:
     products.round_(x)
     with products_in(settings.matmul_precision):
         for a, b, c in coefficients(settings.coefficient_type, settings.num_steps):
-            products.gram(x, gram)
+            products.gram(x, Symmetric(gram))
             reduce_flat(gram.view(-1), group, station.wire)
             products.round_(gram)
             products.add(gram, b, gram, gram, c, polynomial)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_muon.orthogonalize.coefficients import Coefficients
-from megatron_muon.orthogonalize.products import Products
+from megatron_muon.orthogonalize.products import Products, Symmetric
 
 
 @dataclass(slots=True)
@@ -29,19 +29,19 @@ class Scratch:
     """
 
     x: torch.Tensor
-    gram: torch.Tensor
-    polynomial: torch.Tensor
-    factor: torch.Tensor
-    product: torch.Tensor
+    gram: Symmetric
+    polynomial: Symmetric
+    factor: Symmetric
+    product: Symmetric
 
-    def part(self, index: slice | int) -> Scratch:
-        """Return the memory of some of the blocks."""
+    def part(self, index: slice) -> Scratch:
+        """Return the memory of some of the blocks of a batch."""
         return Scratch(
             self.x[index],
-            self.gram[index],
-            self.polynomial[index],
-            self.factor[index],
-            self.product[index],
+            self.gram.part(index),
+            self.polynomial.part(index),
+            self.factor.part(index),
+            self.product.part(index),
         )
 
 
@@ -129,4 +129,4 @@ def take_segment(
             T = scratch.product
             products.add_symmetric(R, a, P, R, 1.0, T)
             products.add_symmetric(T, a, T, P, 1.0, R)
-    products.add(x, alpha, scratch.factor, x, 1.0, scratch.x)
+    products.add(x, alpha, scratch.factor.whole, x, 1.0, scratch.x)

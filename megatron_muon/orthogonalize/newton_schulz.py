@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.orthogonalize.arithmetic import choose_arithmetic, products_in
 from megatron_muon.orthogonalize.blocks import BATCH_NBYTES, orthogonalize_blocks
 from megatron_muon.orthogonalize.coefficients import Coefficients, coefficients
+from megatron_muon.orthogonalize.kernels import KernelName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,9 @@ class Orthogonalization:
         use_syrk: Whether bf16 products ``x x^T`` on CUDA go through emerging-optimizers' Triton
             SYRK where it applies. It picks its tiles by timing them, in each process for itself,
             so ranks that compute the same block may find other bits.
+        kernel: ``auto`` chooses by :func:`.kernels.choose_kernel`, ``exact`` is
+            emerging-optimizers' own ``newton_schulz``, block by block, and the others are forms of
+            :class:`.kernels.Kernel`.
     """
 
     num_steps: int
@@ -41,12 +47,14 @@ class Orthogonalization:
     matmul_precision: str
     batch_nbytes: int = BATCH_NBYTES
     use_syrk: bool = False
+    kernel: KernelName = "auto"
 
     def scale(self, rows: int, columns: int) -> float:
         """Factor of the update of a block of shape ``(rows, columns)``."""
-        return self.extra_scale_factor * float(
-            get_muon_scale_factor(rows, columns, mode=self.scale_mode)
-        )
+        return self.extra_scale_factor * self._scale_of_mode(rows, columns)
+
+    def _scale_of_mode(self, rows: int, columns: int) -> float:
+        return float(get_muon_scale_factor(rows, columns, mode=self.scale_mode))
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scaled update, ``(m, n)`` fp32, of one block ``x`` of shape ``(m, n)``."""
@@ -69,17 +77,20 @@ class Orthogonalization:
         updates = outs
         if updates is None:
             updates = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in xs]
+        steps = coefficients(self.coefficient_type, self.num_steps)
+        if self.kernel == "exact":
+            _orthogonalize_exactly(xs, updates, steps, self.matmul_precision)
+            for update in updates:
+                if update.numel():  # Megatron multiplies twice, and so rounds twice
+                    update.mul_(self._scale_of_mode(*update.shape)).mul_(self.extra_scale_factor)
+            return updates
         _orthogonalize_into(
-            xs,
-            updates,
-            coefficients(self.coefficient_type, self.num_steps),
-            self.matmul_precision,
-            self.batch_nbytes,
-            self.use_syrk,
+            xs, updates, steps, self.matmul_precision, self.batch_nbytes, self.use_syrk, self.kernel
         )
-        for update in updates:
-            if update.numel():
-                update.mul_(self.scale(*update.shape))
+        scaled = [(u, self.scale(*u.shape)) for u in updates if u.numel()]
+        scaled = [(update, scale) for update, scale in scaled if scale != 1.0]
+        if scaled:
+            torch._foreach_mul_([update for update, _ in scaled], [scale for _, scale in scaled])
         return updates
 
 
@@ -111,13 +122,9 @@ def _orthogonalize_into(
     precision: str,
     batch_nbytes: int = BATCH_NBYTES,
     use_syrk: bool = False,
+    kernel: KernelName = "auto",
 ) -> None:
-    for x in xs:
-        if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(
-                f"Newton-Schulz takes a matrix in fp32 or bf16, got shape {tuple(x.shape)} in "
-                f"{x.dtype}. Convert it first."
-            )
+    _check(xs)
     device_types = {x.device.type for x in xs}
     with products_in(precision):
         for device_type in sorted(device_types):
@@ -129,4 +136,27 @@ def _orthogonalize_into(
                 choose_arithmetic(precision, device_type),
                 batch_nbytes=batch_nbytes,
                 use_syrk=use_syrk,
+                kernel_name=kernel,
+            )
+
+
+@torch.no_grad()
+def _orthogonalize_exactly(
+    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], steps: Coefficients, precision: str
+) -> None:
+    """Orthogonalize as Megatron-Core does: each block in fp32, contiguous, by its library."""
+    _check(xs)
+    with fp32_matmul_precision(precision):
+        for x, out in zip(xs, outs, strict=True):
+            if x.numel():
+                block = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                out.copy_(newton_schulz(block, len(steps), "custom", list(steps)))
+
+
+def _check(xs: Sequence[torch.Tensor]) -> None:
+    for x in xs:
+        if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(
+                f"Newton-Schulz takes a matrix in fp32 or bf16, got shape {tuple(x.shape)} in "
+                f"{x.dtype}. Convert it first."
             )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from megatron_muon.orthogonalize.arithmetic import Arithmetic
-from megatron_muon.orthogonalize.blocks import TINY, aligned
+from megatron_muon.orthogonalize.blocks import TINY
 from megatron_muon.orthogonalize.coefficients import Coefficients
 from megatron_muon.orthogonalize.iteration import Scratch, segment_lengths, take_segment
 from megatron_muon.orthogonalize.kernels import Kernel, choose_kernel
-from megatron_muon.orthogonalize.products import STRIP_ROWS, Products
+from megatron_muon.orthogonalize.products import STRIP_ROWS, Products, Symmetric, in_strips
 
 
 def part_segments(
@@ -70,21 +70,20 @@ class BlockPart:
         short_first = x.mT if self._is_turned else x
         short, width = short_first.shape
         dtype, device = arithmetic.dtype, x.device
-        self._source = aligned((1, short, width), torch.float32, device)[0]
-        self._source.copy_(short_first)
+        self._source = torch.empty(short, width, device=device).copy_(short_first)
         self._x = self._source
         if dtype != torch.float32:
-            self._x = aligned((1, short, width), dtype, device)[0]
+            self._x = torch.empty(short, width, dtype=dtype, device=device)
         self._scratch = Scratch(
-            aligned((1, short, width), dtype, device)[0],
-            *(aligned((1, short, short), dtype, device)[0] for _ in range(4)),
+            torch.empty(short, width, dtype=dtype, device=device),
+            *_squares(short, choose_kernel(*block_shape, arithmetic, device.type), dtype, device),
         )
-        self._products = _products(
-            choose_kernel(*block_shape, arithmetic, device.type),
-            short * max(short, width),
-            short,
-            arithmetic,
-            device,
+        # Not by the kernel that tunes itself in each process: all ranks iterate on the same bits.
+        rounding = short * max(short, width)
+        self._products = Products(
+            rounding=torch.empty(rounding, dtype=torch.bfloat16, device=device)
+            if arithmetic.rounds
+            else None
         )
 
     def size(self) -> torch.Tensor:
@@ -117,7 +116,7 @@ class BlockPart:
     @property
     def gram(self) -> torch.Tensor:
         """The Gram matrix, ``(a, a)``: of the part until it is overwritten with the sum."""
-        return self._scratch.gram
+        return self._scratch.gram.whole
 
     def multiply(self) -> None:
         """Compute the Gram matrix of the part."""
@@ -135,15 +134,12 @@ class BlockPart:
         (out.mT if self._is_turned else out).copy_(self._x)
 
 
-def _products(
-    kernel: Kernel, largest_numel: int, short: int, arithmetic: Arithmetic, device: torch.device
-) -> Products:
-    """Return how a part is multiplied, without the kernel that tunes itself in each process."""
-    return Products(
-        strip=torch.empty(STRIP_ROWS * short, dtype=arithmetic.dtype, device=device)
-        if kernel.symmetric == "strips"
-        else None,
-        rounding=torch.empty(largest_numel, dtype=torch.bfloat16, device=device)
-        if arithmetic.rounds
-        else None,
-    )
+def _squares(
+    short: int, kernel: Kernel, dtype: torch.dtype, device: torch.device
+) -> list[Symmetric]:
+    """Return memory for the four square matrices of the iteration."""
+    packed = torch.empty(STRIP_ROWS * short, dtype=dtype, device=device)
+    squares = (torch.empty(short, short, dtype=dtype, device=device) for _ in range(4))
+    if kernel.symmetric == "strips":
+        return [in_strips(square, packed) for square in squares]
+    return [Symmetric(square) for square in squares]

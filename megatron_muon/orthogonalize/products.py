@@ -15,35 +15,102 @@ _SYRK_CAPABILITIES = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """Views of some rows of a symmetric matrix: made once, since making them takes its time.
+
+    Attributes:
+        low: The first row.
+        high: The row after the last.
+        rows: All of these rows, ``(high - low, a)``.
+        columns: The columns up to ``high``, ``(a, high)``: by symmetry rows, which lie together.
+        part: What is computed of these rows, ``(high - low, high)``.
+        below: The part below the diagonal block, ``(high - low, low)``.
+        above: Where that is mirrored to, ``(low, high - low)``.
+        packed: Memory in between, ``(high - low, low)``. Where rows are a power of two apart, a
+            column's elements compete for few places in the cache: packing the strip first makes
+            its transposed read twice as fast.
+    """
+
+    low: int
+    high: int
+    rows: torch.Tensor
+    columns: torch.Tensor
+    part: torch.Tensor
+    below: torch.Tensor
+    above: torch.Tensor
+    packed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetric:
+    """Memory of symmetric matrices.
+
+    Attributes:
+        whole: ``([B,] a, a)``.
+        strips: Its strips; none where products are computed whole.
+    """
+
+    whole: torch.Tensor
+    strips: tuple[Strip, ...] = ()
+
+    def part(self, index: slice) -> Symmetric:
+        """Return the memory of some matrices of a batch."""
+        return Symmetric(self.whole[index])
+
+
+def in_strips(whole: torch.Tensor, packed: torch.Tensor) -> Symmetric:
+    """Return a matrix whose products are computed in strips.
+
+    Args:
+        whole: The matrix, ``(a, a)``.
+        packed: Flat memory for :data:`STRIP_ROWS` rows, which several matrices may share.
+    """
+    num_rows = whole.shape[0]
+    strips = []
+    for low in range(0, num_rows, STRIP_ROWS):
+        high = min(low + STRIP_ROWS, num_rows)
+        strips.append(
+            Strip(
+                low,
+                high,
+                rows=whole[low:high],
+                columns=whole[:high].mT,
+                part=whole[low:high, :high],
+                below=whole[low:high, :low],
+                above=whole[:low, low:high],
+                packed=packed[: (high - low) * low].view(high - low, low),
+            )
+        )
+    return Symmetric(whole, tuple(strips))
+
+
+@dataclass(frozen=True, slots=True)
 class Products:
     """Products of matrices or of batches of them.
 
     Tensors of two dimensions take torch's single products, those of three its batched ones.
 
     Attributes:
-        strip: Flat memory for :data:`STRIP_ROWS` rows of a symmetric product, through which the
-            part below the diagonal is mirrored; ``None`` computes symmetric products like others.
         rounding: Flat memory in bf16 through which results are rounded; ``None`` leaves them.
         use_syrk: Whether ``x x^T`` goes through emerging-optimizers' Triton SYRK.
     """
 
-    strip: torch.Tensor | None = None
     rounding: torch.Tensor | None = None
     use_syrk: bool = False
 
-    def gram(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gram(self, x: torch.Tensor, out: Symmetric) -> None:
         """Write ``out = x x^T``: ``([B,] a, b)`` to ``([B,] a, a)``."""
         if self.use_syrk:
-            out.copy_(triton_kernels.tsyrk_ex(x))
-        elif self.strip is not None:
-            for low, high in _strips(x.shape[0]):
-                torch.mm(x[low:high], x[:high].mT, out=out[low:high, :high])
-                _mirror(out, low, high, self.strip)
+            out.whole.copy_(triton_kernels.tsyrk_ex(x))
+        elif out.strips:
+            for strip in out.strips:
+                torch.mm(x[strip.low : strip.high], x[: strip.high].mT, out=strip.part)
+                _mirror(strip)
         elif x.ndim == 2:
-            torch.mm(x, x.mT, out=out)
+            torch.mm(x, x.mT, out=out.whole)
         else:
-            torch.bmm(x, x.mT, out=out)
-        self.round_(out)
+            torch.bmm(x, x.mT, out=out.whole)
+        self.round_(out.whole)
 
     def add(
         self,
@@ -70,34 +137,42 @@ class Products:
 
     def add_symmetric(
         self,
-        base: torch.Tensor,
+        base: Symmetric,
         beta: float,
-        left: torch.Tensor,
-        right: torch.Tensor,
+        left: Symmetric,
+        right: Symmetric,
         alpha: float,
-        out: torch.Tensor,
+        out: Symmetric,
     ) -> None:
         """Write what :meth:`add` does, for symmetric matrices with a symmetric product.
+
+        The right factor is read transposed, along its rows, which is up to 10 % faster.
 
         Arguments are those of :meth:`add`, all ``([B,] a, a)``.
         """
         if self.use_syrk and left is right:
-            out.copy_(triton_kernels.tsyrk_ex(left, base, alpha=alpha, beta=beta))
+            out.whole.copy_(triton_kernels.tsyrk_ex(left.whole, base.whole, alpha=alpha, beta=beta))
             return
-        if self.strip is None:
-            self.add(base, beta, left, right, alpha, out)
+        if not out.strips:
+            self.add(base.whole, beta, left.whole, right.whole.mT, alpha, out.whole)
             return
-        for low, high in _strips(out.shape[0]):
-            rows, part = slice(low, high), (slice(low, high), slice(high))
-            torch.addmm(
-                base[part], left[rows], right[:, :high], beta=beta, alpha=alpha, out=out[part]
-            )
-            _mirror(out, low, high, self.strip)
-        self.round_(out)
+        for b, x, y, strip in zip(base.strips, left.strips, right.strips, out.strips, strict=True):
+            torch.addmm(b.part, x.rows, y.columns, beta=beta, alpha=alpha, out=strip.part)
+            _mirror(strip)
+        self.round_(out.whole)
 
-    def accumulate(self, out: torch.Tensor, x: torch.Tensor, alpha: float) -> None:
+    def multiply_to_symmetric(self, left: Symmetric, right: Symmetric, out: Symmetric) -> None:
+        """Write ``left^T right`` of any two matrices ``(a, a)`` whose product is symmetric."""
+        if not out.strips:
+            torch.mm(left.whole.mT, right.whole, out=out.whole)
+        for strip in out.strips:
+            high = strip.high
+            torch.mm(left.whole[:, strip.low : high].mT, right.whole[:, :high], out=strip.part)
+            _mirror(strip)
+
+    def accumulate(self, out: Symmetric, x: Symmetric, alpha: float) -> None:
         """Add ``alpha x`` to ``out``."""
-        self.round_(out.add_(x, alpha=alpha))
+        self.round_(out.whole.add_(x.whole, alpha=alpha))
 
     def round_(self, out: torch.Tensor) -> None:
         """Round to the numbers of the arithmetic, in place."""
@@ -126,16 +201,5 @@ def syrk_applies(short: int, long: int, dtype: torch.dtype, device: torch.device
     )
 
 
-def _strips(num_rows: int) -> list[tuple[int, int]]:
-    starts = range(0, num_rows, STRIP_ROWS)
-    return [(start, min(start + STRIP_ROWS, num_rows)) for start in starts]
-
-
-def _mirror(out: torch.Tensor, low: int, high: int, strip: torch.Tensor) -> None:
-    """Copy the strip of rows ``[low, high)`` left of column ``low`` to above the diagonal.
-
-    Where rows are a power of two apart, a column's elements compete for few places in the cache.
-    Packing the strip first makes its transposed read twice as fast.
-    """
-    packed = strip[: (high - low) * low].view(high - low, low)
-    out[:low, low:high].copy_(packed.copy_(out[low:high, :low]).mT)
+def _mirror(strip: Strip) -> None:
+    strip.above.copy_(strip.packed.copy_(strip.below).mT)

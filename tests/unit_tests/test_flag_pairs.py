@@ -23,6 +23,9 @@ CHOICES = {
     "--muon-split-gated-fc1": {"muon_split_gated_fc1": True},
     "--muon-use-syrk": {"muon_use_syrk": True},
     "--muon-share-blocks": {"muon_share_blocks": True},
+    **{f"--muon-ns-kernel {name}": {"muon_ns_kernel": name}
+       for name in ("auto", "standard", "gram", "exact")},
+    "--muon-ns-kernel eigh": {"muon_ns_kernel": "eigh", "muon_fp32_matmul_prec": "highest"},
     "--muon-no-split-qkv": {"muon_split_qkv": False},
     **{f"--muon-layout {layout}": {"muon_layout": layout} for layout in LAYOUTS},
     **{f"--muon-tp-mode {mode}": {"muon_tp_mode": mode} for mode in TP_MODES},
@@ -59,6 +62,16 @@ REFUSED = {
     ("--muon-share-blocks", "--muon-tp-mode duplicated"),
     ("--muon-share-blocks", "--muon-tp-mode distributed"),
     ("--muon-share-blocks", "--muon-tp-mode blockwise"),
+    ("--muon-share-blocks", "--muon-ns-kernel standard"),
+    ("--muon-share-blocks", "--muon-ns-kernel gram"),
+    ("--muon-share-blocks", "--muon-ns-kernel eigh"),
+    ("--muon-share-blocks", "--muon-ns-kernel exact"),
+    ("--muon-use-syrk", "--muon-ns-kernel eigh"),
+    ("--muon-use-syrk", "--muon-ns-kernel exact"),
+    ("--muon-ns-kernel standard", "--muon-tp-mode distributed"),
+    ("--muon-ns-kernel gram", "--muon-tp-mode distributed"),
+    ("--muon-ns-kernel exact", "--muon-tp-mode distributed"),
+    ("--muon-ns-kernel eigh", "--muon-tp-mode distributed"),
     ("--muon-layout owner", "--no-use-distributed-optimizer"),
     ("--muon-layout flat", "--no-use-distributed-optimizer"),
     ("--muon-layout auto", "--no-use-distributed-optimizer"),
@@ -112,10 +125,24 @@ def test_each_pair_works_or_names_the_flag(pair):
 
 
 def test_every_row_of_the_table_is_tested():
-    """The rows of a layout that DDP is not given can only be written on the command line."""
+    """The rows of a layout that DDP is not given can only be written on the command line.
+
+    The precision that eigenvectors need is also among the choices' fields, and has its own test.
+    """
     by_command_line = [pair for pair in PAIRS if "param-layout" in pair.second.phrase]
-    assert len(by_command_line) == len(LAYOUTS) + 2
-    assert len(PAIRS) == len(REFUSED) + len(REFUSED_IN_ONE_LAYOUT) + len(by_command_line)
+    of_precision = [pair for pair in PAIRS if "matmul-prec" in pair.second.phrase]
+    assert (len(by_command_line), len(of_precision)) == (len(LAYOUTS) + 2, 1)
+    left = len(REFUSED) + len(REFUSED_IN_ONE_LAYOUT)
+    assert len(PAIRS) == left + len(by_command_line) + len(of_precision)
+
+
+def test_eigenvectors_need_fp32_products():
+    for precision in ("high", "highest"):
+        assert resolved(muon_ns_kernel="eigh", muon_fp32_matmul_prec=precision).ns_kernel == "eigh"
+    with pytest.raises(ConfigurationError, match="--muon-fp32-matmul-prec"):
+        resolved(muon_ns_kernel="eigh", muon_fp32_matmul_prec="medium")
+    with pytest.raises(ConfigurationError, match="--muon-ns-kernel is 'fast'"):
+        resolved(muon_ns_kernel="fast")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.first.phrase + pair.second.phrase)
@@ -154,6 +181,7 @@ def test_defaults():
     )  # fmt: skip
     assert (settings.scalar_lr, settings.scalar_min_lr) == (None, None)
     assert (settings.scale_mode, settings.extra_scale_factor) == ("spectral", 1.0)
+    assert settings.ns_kernel == "auto"
 
 
 def test_what_is_given_is_used():

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
+from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.orthogonalize import newton_schulz
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
@@ -132,3 +134,47 @@ def test_an_update_may_go_where_its_block_is():
     expected = settings().blocks(xs)
     assert settings().blocks(xs, xs) is xs
     assert all(map(torch.equal, xs, expected))
+
+
+# The kernel of emerging-optimizers.
+
+SHAPES = [(1, 5), (5, 1), (32, 64), (64, 32), (100, 300), (300, 100), (128, 128), (256, 1024)]
+
+
+def stock(x, precision, name="quintic", extra=1.0):
+    """The lines of Megatron's TensorParallelMuon."""
+    with fp32_matmul_precision(precision):
+        update = muon_utils.newton_schulz(x, 5, name)
+    return update * get_muon_scale_factor(*x.shape, mode="spectral") * extra
+
+
+@pytest.mark.parametrize("precision", ["medium", "high", "highest"])
+@pytest.mark.parametrize("extra", [1.0, 0.2])
+def test_exact_is_emerging_optimizers_to_the_bit(precision, extra):
+    xs = [draw(*shape, seed=i) for i, shape in enumerate(SHAPES)]
+    expected = [stock(x, precision, extra=extra) for x in xs]
+    changes = {"matmul_precision": precision, "extra_scale_factor": extra}
+    exact = settings(kernel="exact", **changes)
+    assert all(map(torch.equal, exact.blocks(xs), expected))
+    scattered = [torch.cat([x, x], dim=1)[:, x.shape[1] :] for x in xs]  # of a fused weight
+    assert all(map(torch.equal, exact.blocks(scattered, scattered), expected))
+    # The control: the kernels that are chosen by shape find other bits.
+    assert not all(map(torch.equal, settings(**changes).blocks(xs), expected))
+
+
+@pytest.mark.parametrize("name", ["simple", "polar_express"])
+def test_exact_takes_every_set(name):
+    x = draw(48, 96)
+    exact = settings(kernel="exact", coefficient_type=name)
+    assert torch.equal(exact.block(x), stock(x, "highest", name))
+    assert exact.block(torch.empty(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("kernel", ["standard", "gram", "eigh"])
+def test_a_kernel_can_be_asked_for(kernel):
+    x = draw(96, 200)
+    got = settings(kernel=kernel, scale_mode="shape_scaling").block(x)
+    assert relative_error(got, orthogonalize(x.double(), COEFFICIENTS["quintic"])) < 2e-5
+    others = {"standard", "gram", "eigh", "exact"} - {kernel}
+    for other in others:
+        assert not torch.equal(settings(kernel=other, scale_mode="shape_scaling").block(x), got)
