@@ -185,15 +185,10 @@ def make_schedule(
         rounds = cut_into_rounds(transfers, budget_numel)
         return tuple(round_of(moves, position.tp, tp_size) for moves in rounds)
 
-    groups = cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
-    share = stages_of(plan, tp_size, spread).share if overlapped else 1
-    if len(groups) > 1 and share > 1:
-        held_numel = budget_numel if held_numel is None else held_numel
-        groups = cut_into_micro_groups(
-            plan, tp_size, spread, budget_numel // share, held_numel // share, by_bucket
-        )
     schedule = []
-    for indices in groups:
+    for indices in micro_groups_of(
+        plan, tp_size, spread, budget_numel, held_numel, by_bucket, overlapped
+    ):
         hops = _Hops(position, spread)
         for index in indices:
             hops.add(index, plan[index])
@@ -209,6 +204,26 @@ def make_schedule(
             )
         )
     return schedule
+
+
+def micro_groups_of(
+    plan: Sequence[PlannedMatrix],
+    tp_size: int,
+    spread: Spread,
+    budget_numel: int,
+    held_numel: int | None = None,
+    by_bucket: bool = False,
+    overlapped: bool = False,
+) -> list[tuple[int, ...]]:
+    """Return the micro-groups of :func:`make_schedule`, whose arguments these are."""
+    groups = cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
+    share = stages_of(plan, tp_size, spread).share if overlapped else 1
+    if len(groups) > 1 and share > 1:
+        held_numel = budget_numel if held_numel is None else held_numel
+        return cut_into_micro_groups(
+            plan, tp_size, spread, budget_numel // share, held_numel // share, by_bucket
+        )
+    return groups
 
 
 def stages_of(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread) -> Stages:

@@ -5,6 +5,7 @@ answers what the set-up asks of a Python, makes an environment that holds itself
 call of pip.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from megatron_muon.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "bash"
@@ -336,3 +339,109 @@ def test_the_text_is_prepared_once_and_again_when_its_program_changes(checkout: 
     program.write_text("two")
     checkout.run(both)
     assert checkout.calls() == ["prepare"]
+
+
+# --------------------------------------------------------------------------------------------
+# The measuring scripts
+# --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the scripts be imported, here and by forked ranks."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "met"),
+    [(0.1, 0, [True, True]), (0.2, 0, [True, False]), (0.4, 1, [False, False])],
+)
+def test_a_limit_decides_the_exit_status_and_one_to_reach_does_not(
+    value, status, met, scripts, tmp_path, capsys
+):
+    import benchlib
+
+    def measure(quick):
+        yield from benchlib.rows_of("without a limit", 7.0)
+        yield from benchlib.rows_of("a ratio", value, 0.3, 0.15)
+
+    file = tmp_path / "rows.json"
+    arguments = ["--json", str(file), "--markdown"]
+    assert benchlib.main(measure, "Measure.\n\nMore.", "less", arguments) == status
+    free, limit, reach = json.loads(file.read_text())
+    assert free == {"name": "without a limit", "value": 7.0, "limit": None, "met": True}
+    assert limit == {"name": "a ratio", "value": value, "limit": 0.3, "met": met[0]}
+    assert reach == {
+        "name": "a ratio", "value": value, "limit": 0.15, "met": met[1], "reach": True,
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    assert said.count("NOT MET") == met.count(False) - said.count("NOT REACHED")
+    assert f"| a ratio | {value:.3g} | 0.3" in said
+
+
+def test_a_table_takes_the_place_of_the_last_one(scripts):
+    import benchlib
+
+    text = "a\n<!-- x.py -->\nold\n<!-- end of x.py -->\nb\n<!-- y.py -->\n<!-- end of y.py -->\n"
+    once = benchlib.put_into(text, "x.py", "| new |")
+    assert once == benchlib.put_into(once, "x.py", "| new |")
+    assert once.replace("\n\n| new |\n\n", "\nold\n") == text
+    with pytest.raises(ValueError, match=r"no <!-- z\.py -->"):
+        benchlib.put_into(text, "z.py", "| new |")
+
+
+@pytest.mark.parametrize("name", ["step", "memory", "training", "scaling"])
+def test_the_document_has_a_place_for_the_table_of_each_script(name, scripts):
+    import benchlib
+
+    assert benchlib.put_into(benchlib.DOCUMENT.read_text(), f"bench_{name}.py", "| new |")
+
+
+def test_a_quick_measurement_is_told_to_be_quick(scripts):
+    import benchlib
+
+    asked = []
+    benchlib.main(lambda quick: asked.append(quick) or (), "Measure.", "less", ["--quick"])
+    benchlib.main(lambda quick: asked.append(quick) or (), "Measure.", "less", [])
+    assert asked == [True, False]
+
+
+def test_peak_scratch_is_the_most_that_was_allocated_at_one_moment(scripts):
+    from bench_memory import peak_of
+
+    assert peak_of([4, 4, -4, 2, 5, -11]) == 11
+    assert peak_of([-8, 4]) == peak_of([]) == 0
+
+
+@pytest.mark.distributed
+def test_traffic_of_both_optimizers_is_counted_from_outside(scripts):
+    """One layer, tensor parallel 2: what each has to receive follows from the shapes."""
+    import bench_step
+    from benchmodel import Size, Way, stock
+
+    ways = [stock("duplicated", "highest"), stock("distributed", "highest"),
+            Way("ours", "owner", "highest")]  # fmt: skip
+    hidden = 64
+    for calls in run_ranks(bench_step.count, 2, ways, Size(hidden, layers=1, vocab=64), 2):
+        within = {
+            name: [call for call in found if call.group == "tp"] for name, found in calls.items()
+        }
+        half = 4 * 12 * hidden * hidden // 2
+        assert [c.name for c in within["stock duplicated"]] == ["all_gather"] * 6
+        assert sum(c.nbytes for c in within["stock duplicated"]) == half
+        # Five Gram matrices and a norm for each of six blocks, of which half comes from the other.
+        assert [c.name for c in within["stock distributed"]] == ["all_reduce"] * 36
+        assert sum(c.nbytes for c in within["stock distributed"]) == 6 * (
+            5 * 4 * hidden * hidden // 2 + 2
+        )
+        assert [c.name for c in within["ours"]] == ["all_to_all_single"] * 2
+        assert sum(c.nbytes for c in within["ours"]) == half
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_the_table_of_predicted_steps_is_what_the_planner_says(index, scripts):
+    import plan_table
+
+    row = plan_table.line_of(plan_table.planned(plan_table.ROWS[index]))
+    documented = (ROOT / "docs" / "performance.md").read_text()
+    assert row in documented.splitlines(), "run scripts/plan_table.py and paste what it prints"

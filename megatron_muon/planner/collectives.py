@@ -1,0 +1,80 @@
+"""How many collectives a step enters, by the rounds of the schedule that a run makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from megatron_muon.bookkeeping.dist_meta import ParamRange
+from megatron_muon.bookkeeping.plan import GridSize, Plan, PlannedMatrix
+from megatron_muon.bookkeeping.schedule import (
+    Spread,
+    Transfer,
+    cut_into_rounds,
+    micro_groups_of,
+)
+from megatron_muon.bookkeeping.stage import StepSettings
+from megatron_muon.bookkeeping.units import PlannedPart, units_of
+
+_FP32_NBYTES = 4
+_PER_SHARED_GROUP = 5
+"""Of a micro-group with shared blocks in a line: one for the sizes of the parts, and two for each
+of two sums of their Gram matrices. In bf16, and where these exceed the budget, there are more."""
+
+
+def collectives_of(plan: Plan, settings: StepSettings) -> int:
+    """Return the collectives of the exchange that the busiest rank enters in a step.
+
+    Exact but for shared blocks. Where a stage has several grids, the busiest rank of each is taken
+    to be the same.
+
+    Args:
+        plan: Of a pipeline stage.
+        settings: What the work of a step depends on.
+    """
+    return sum(_rounds(units_of(plan.on(grid)), size, settings)
+               for grid, size in plan.grids.items())  # fmt: skip
+
+
+def _rounds(plan: Sequence[PlannedMatrix], size: GridSize, settings: StepSettings) -> int:
+    """Return the same of one grid.
+
+    A rank enters those of its column of the grid, between data-parallel ranks, and of its row.
+    """
+    budget = settings.budget_nbytes // settings.exchange_nbytes
+    # All columns are alike but for matrices that are not cut: those travel to their home alone.
+    columns = {0} | {planned.home.tp for planned in plan if not planned.matrix.is_cut}
+    in_column, in_row = Counter(dict.fromkeys(columns, 0)), Counter[int]()
+    groups = micro_groups_of(
+        plan, size.tp, Spread(whole=True, everywhere=False), budget,
+        settings.budget_nbytes // _FP32_NBYTES, overlapped=True,
+    )  # fmt: skip
+    for indices in groups:
+        members = [(index, plan[index]) for index in indices]
+        for tp in columns:
+            back = list(chain.from_iterable(_pieces_moved(*member) for member in members))
+            there = [t for t in back if plan[t.index].matrix.is_cut or tp == plan[t.index].home.tp]
+            in_column[tp] += sum(len(cut_into_rounds(hop, budget)) for hop in (there, back))
+        for row in {planned.home.dp for _, planned in members} if size.tp > 1 else ():
+            back = [
+                Transfer(index, tp, ParamRange(0, planned.matrix.local_numel), planned.home.tp, tp)
+                for index, planned in members
+                if planned.home.dp == row
+                for tp in range(size.tp)
+                if tp != planned.home.tp
+            ]
+            there = [t for t in back if plan[t.index].matrix.is_cut]
+            in_row[row] += sum(len(cut_into_rounds(hop, budget)) for hop in (there, back))
+        parts = [planned for _, planned in members if isinstance(planned, PlannedPart)]
+        for line in {(p.is_in_row, p.home.dp if p.is_in_row else p.home.tp) for p in parts}:
+            (in_row if line[0] else in_column)[line[1]] += _PER_SHARED_GROUP
+    return max(in_column.values()) + max(in_row.values(), default=0)
+
+
+def _pieces_moved(index: int, planned: PlannedMatrix) -> Iterator[Transfer]:
+    """Yield the pieces of one shard that travel from the home's data-parallel rank to others."""
+    home = planned.home.dp
+    for rank, start, end in planned.owned.spans():
+        if rank != home:
+            yield Transfer(index, 0, ParamRange(start, end), home, rank)
