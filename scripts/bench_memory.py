@@ -5,8 +5,10 @@
 Scratch is the most bytes that torch's allocator had handed out at one moment of a step above what
 there was before it, on the busiest rank: the profiler's allocation events, added up. State is made
 by a step before, and what this package keeps from step to step to use again is given up first, so
-that it counts. The model and the optimizers are those of ``bench_step.py``; its largest matrix has
-2^20 elements, so that MiB are also bytes for each of these.
+that it counts. Weights are gathered later, as ``--overlap-param-gather`` does: that takes the same
+of both, and no part of it is the optimizer's. The model and the optimizers are those of
+``bench_step.py``; its largest matrix has 2^20 elements, so that MiB are also bytes for each of
+these.
 
 ``--muon-gather-budget-mib`` bounds scratch, so two budgets are measured: that of one largest
 matrix, as the default of 64 MiB is for one of 2048 x 8192, and the default, which has room for all
@@ -94,7 +96,8 @@ def of_grid(tp: int, products: str, quick: bool) -> Iterator[Row]:
     layers = (4, 8) if quick else (8, 16)
     found = {}
     for count in layers:
-        ranks = run_ranks(scratch, NUM_RANKS, ways, Size(HIDDEN, count), tp, timeout_s=600)
+        size = Size(HIDDEN, count, gathers_later=True)
+        ranks = run_ranks(scratch, NUM_RANKS, ways, size, tp, timeout_s=600)
         found[count] = {way.name: max(rank[way.name] for rank in ranks) for way in ways}
     grid = f"TP{tp}xDP{NUM_RANKS // tp}, {products} products"
     fewer, more = (found[count] for count in layers)

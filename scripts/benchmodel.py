@@ -37,12 +37,15 @@ class Size:
         layers: Layers.
         vocab: Rows of the embedding and of the output layer.
         bucket_numel: Elements of a bucket of gradients, ``None`` for one bucket.
+        gathers_later: Whether weights are gathered in the forward pass, of which there is none
+            here, and not in the step.
     """
 
     hidden: int = 512
     layers: int = 8
     vocab: int = 1024
     bucket_numel: int | None = None
+    gathers_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def build(way: Way, size: Size, tp: int) -> Built:
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, bucket_size=size.bucket_numel,
             overlap_grad_reduce=size.bucket_numel is not None,
+            overlap_param_gather=size.gathers_later,
         )  # fmt: skip
         args = SimpleNamespace(
             optimizer="muon", use_layer_wise_distributed_optimizer=True, muon_layout=way.layout,
@@ -177,7 +181,7 @@ def build(way: Way, size: Size, tp: int) -> Built:
                 use_layer_wise_distributed_optimizer=True, use_layer_wise_param_layout=True,
             )  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()):
-            optimizer = get_megatron_optimizer(optimizer_config(way), [chunk])
+            optimizer = get_megatron_optimizer(optimizer_config(way, size), [chunk])
         return Built(way, chunk, optimizer)
 
 
@@ -214,7 +218,7 @@ def gpt(config: Any, size: Size) -> torch.nn.Module:
     return model
 
 
-def optimizer_config(way: Way) -> Any:
+def optimizer_config(way: Way, size: Size) -> Any:
     """Return the config of an optimizer."""
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
@@ -223,7 +227,7 @@ def optimizer_config(way: Way) -> Any:
     values: dict[str, Any] = dict(
         optimizer="muon", lr=0.01, bf16=True, params_dtype=torch.bfloat16,
         use_layer_wise_distributed_optimizer=True, muon_tp_mode=way.tp_mode,
-        muon_fp32_matmul_prec=way.precision,
+        muon_fp32_matmul_prec=way.precision, overlap_param_gather=size.gathers_later,
     )  # fmt: skip
     if way.is_stock:
         return OptimizerConfig(**values)

@@ -18,8 +18,9 @@ class Arena:
     """Lends flat tensors and keeps those that came back, the least recently used given up first.
 
     A tensor that is lent is nobody else's until it comes back, so a live result is never written
-    over. The cap bounds what is kept and not what is lent: who borrows bounds that by working in
-    chunks.
+    over. What is kept is within a cap, and together with what is lent never more than the most that
+    was lent at one time: keeping costs no memory beyond that. Who borrows bounds what is lent, by
+    working in chunks.
 
     Attributes:
         cached_nbytes: Bytes kept now.
@@ -31,6 +32,7 @@ class Arena:
         """Make an arena that keeps at most ``cache_nbytes`` bytes; a larger tensor is not kept."""
         self.cache_nbytes = cache_nbytes
         self.cached_nbytes = self.lent_nbytes = self.peak_lent_nbytes = 0
+        self._most_lent_nbytes = 0
         # For each key what came back and when, the oldest first.
         self._cached: dict[_Key, list[tuple[int, torch.Tensor]]] = {}
         self._clock = count()
@@ -45,9 +47,12 @@ class Arena:
             if not kept:
                 del self._cached[key]
         else:
+            nbytes = numel * dtype.itemsize
+            self._make_room(max(self._most_lent_nbytes, self.lent_nbytes + nbytes) - nbytes)
             tensor = torch.empty(numel, dtype=dtype, device=device)
         self.lent_nbytes += tensor.nbytes
         self.peak_lent_nbytes = max(self.peak_lent_nbytes, self.lent_nbytes)
+        self._most_lent_nbytes = max(self._most_lent_nbytes, self.lent_nbytes)
         return tensor
 
     def give_back(self, tensor: torch.Tensor) -> None:
@@ -84,6 +89,12 @@ class Arena:
         """Give up everything kept. May be called twice; the arena can be used again after."""
         self._cached.clear()
         self.cached_nbytes = 0
+        self._most_lent_nbytes = self.lent_nbytes
+
+    def _make_room(self, most_nbytes: int) -> None:
+        """Give up what is kept, the oldest first, until all is at most so many bytes."""
+        while self.cached_nbytes and self.lent_nbytes + self.cached_nbytes > most_nbytes:
+            self._give_up_oldest()
 
     def _give_up_oldest(self) -> None:
         key, kept = min(self._cached.items(), key=lambda item: item[1][0][0])

@@ -48,6 +48,7 @@ from megatron_muon.optimizer.flat_records import (
     to_tell,
 )
 from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES, EngineSettings, Station
+from megatron_muon.orthogonalize.blocks import give_up_scratch
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import MOMENTUM, accumulate_momentum, apply_update
 
@@ -285,6 +286,7 @@ class Muon(torch.optim.Optimizer):
     def close(self) -> None:
         """Give up all scratch. May be called twice; a later step takes new scratch."""
         self.arena.close()
+        give_up_scratch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; not in distributed mode, whose plan is made once."""

@@ -16,6 +16,7 @@ from megatron_muon.optimizer.account import StepAccount
 from megatron_muon.optimizer.config import MuonSettings
 from megatron_muon.optimizer.engine import Done, Engine, run_engines
 from megatron_muon.optimizer.station import EngineSettings, Station
+from megatron_muon.orthogonalize.blocks import give_up_scratch
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import MOMENTUM, advance_momentum, apply_update
 
@@ -224,6 +225,7 @@ class OwnedMuon(torch.optim.Optimizer):
     def close(self) -> None:
         """Give up all scratch. May be called twice; a later step takes new scratch."""
         self.arena.close()
+        give_up_scratch()
 
     def own_load(self) -> tuple[int, int]:
         """Return the Newton-Schulz flops and the elements that the plan gives to this rank.

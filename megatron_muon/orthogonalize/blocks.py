@@ -79,6 +79,11 @@ def orthogonalize_blocks(
         del workspace  # before that of the next shape is made
 
 
+def give_up_scratch() -> None:
+    """Give up the memory that is kept for the next call; that call takes new memory."""
+    _Memory.kept.clear()
+
+
 def normalize(x: torch.Tensor) -> None:
     """Divide each block by its Frobenius norm, in place; zero stays zero.
 
@@ -187,19 +192,22 @@ class _Memory:
     one to the system, which has to clear each of its pages again: 3 to 7 % of a call's time.
     """
 
-    _kept: ClassVar[list[torch.Tensor]] = []
+    kept: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        kept = self._kept.pop() if self._kept and device.type == "cpu" else None
+        kept = self.kept.pop() if self.kept and device.type == "cpu" else None
         if kept is None or kept.numel() < nbytes:
+            kept = None  # before the larger one is made
             kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._flat = kept
         self._used = 0
 
     def give_back(self) -> None:
         """Keep the piece for the next call if it is small; nothing cut from it may be in use."""
-        if self._flat.device.type == "cpu" and self._flat.numel() <= KEPT_NBYTES:
-            self._kept[:] = [self._flat]
+        flat = self._flat
+        is_small = flat.device.type == "cpu" and flat.numel() <= KEPT_NBYTES
+        if is_small and not flat.is_inference():  # which no later call could write to
+            self.kept[:] = [flat]
 
     def take(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for blocks, ``(B, a, b)``, each of which begins aligned."""
