@@ -1,6 +1,6 @@
 """Measure balance, padding and exchange of the plans of known models, from shapes alone.
 
-    .venv/bin/python scripts/bench_balance.py [--quick] [--json FILE]
+    .venv/bin/python scripts/bench_balance.py [--quick] [--json FILE] [--markdown]
 
 - Work: the busiest rank's Newton-Schulz flops over an even share of all.
 - Padding: elements of the matrices' buffers over those of the matrices. In the owner layout it has
@@ -14,12 +14,12 @@ is more, the row says so and has that bound for its limit. The exit status is 1 
 met.
 """
 
-import argparse
+import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
-from bench_rows import Row, finish
+import benchlib
+from benchlib import Row, rows_of
 
 from megatron_muon.bookkeeping.costs import HARDWARE
 from megatron_muon.bookkeeping.stage import Buffer, max_over_mean, padding_of
@@ -40,7 +40,9 @@ EVEN: list[Case] = [
 """No matrix is larger than an even share, so that whole matrices come out even."""
 
 LARGE: list[Case] = [("llama3-8b", 1, 256), ("llama3-70b", 8, 32), ("qwen3-32b", 8, 32)]
-"""One matrix is more than an even share: shown without a limit, since no block is shared."""
+"""One matrix is more than an even share, so that only shared blocks (``--muon-share-blocks``) come
+out even; without them it is shown and has no limit."""
+SHARED_WORK = 1.30
 
 OWNER_PADDING, FLAT_PADDING = 1.05, 1.02
 PADDED: list[Case] = [
@@ -64,9 +66,10 @@ EXCHANGED: list[Case] = [
 
 
 @cache
-def report_of(name: str, layout: str, **sizes: int) -> JobReport:
+def report_of(name: str, layout: str, share_blocks: bool = False, **sizes: int) -> JobReport:
     """Plan a job and add up its numbers."""
-    job = plan_job(BUILT_IN[name], ParallelSizes(**sizes), PlanSettings(layout=layout))
+    settings = PlanSettings(layout=layout, share_blocks=share_blocks)
+    job = plan_job(BUILT_IN[name], ParallelSizes(**sizes), settings)
     return make_report(job, HARDWARE["h100"], with_fingerprint=False)
 
 
@@ -78,12 +81,15 @@ def said(case: Case) -> str:
 
 def work_rows() -> Iterator[Row]:
     """Yield the busiest rank's work over an even share."""
-    for cases, limit in ((EVEN, WORK), (LARGE, None)):
+    for cases, shared, limit in (
+        (EVEN, False, WORK), (LARGE, False, None), (LARGE, True, SHARED_WORK),
+    ):  # fmt: skip
         for case in cases:
             name, tp, dp = case
             for layout in LAYOUTS:
-                report = report_of(name, layout, tp=tp, dp=dp)
-                yield Row(f"work, {said(case)}, {layout}", report.worst.over_perfect, limit)
+                report = report_of(name, layout, shared, tp=tp, dp=dp)
+                what = f"work{', shared blocks' * shared}, {said(case)}, {layout}"
+                yield from rows_of(what, report.worst.over_perfect, limit)
 
 
 def padding_rows(cases: list[Case]) -> Iterator[Row]:
@@ -115,7 +121,7 @@ def buffers_of(report: JobReport) -> list[Buffer]:
 
 def _padding_row(name: str, layout: str, buffer: Buffer) -> Iterator[Row]:
     if layout == "flat":
-        yield Row(name, padding_of_one(buffer), FLAT_PADDING)
+        yield from rows_of(name, padding_of_one(buffer), FLAT_PADDING)
         return
     numels = [end - start for start, end, _ in buffer.layout.places]
     if len(numels) < 2 * buffer.num_shards:
@@ -123,7 +129,8 @@ def _padding_row(name: str, layout: str, buffer: Buffer) -> Iterator[Row]:
     least = buffer.num_shards * max(numels) / sum(numels)
     if least > OWNER_PADDING:
         name = f"{name} (at least {least:.3f})"
-    yield Row(name, padding_of_one(buffer), max(OWNER_PADDING, round(least + 5e-4, 3)))
+    limit = max(OWNER_PADDING, round(least + 5e-4, 3))
+    yield from rows_of(name, padding_of_one(buffer), limit)
 
 
 def exchange_rows() -> Iterator[Row]:
@@ -132,24 +139,21 @@ def exchange_rows() -> Iterator[Row]:
         name, tp, dp = case
         stage = report_of(name, "flat", tp=tp, dp=dp).worst
         share = stage.work.data_nbytes / stage.whole_gather_nbytes
-        yield Row(f"exchange of whole gather, {said(case)}", share, EXCHANGE[dp])
+        yield from rows_of(f"exchange of whole gather, {said(case)}", share, EXCHANGE[dp])
         is_idle = len(stage.stage.first_plan.matrices) < tp * dp
-        yield Row(
+        yield from rows_of(
             f"exchange, max over mean, {said(case)}",
             max_over_mean(stage.loads.data_numel),
-            None if is_idle else EXCHANGE_MAX_OVER_MEAN,
+            reach=None if is_idle else EXCHANGE_MAX_OVER_MEAN,
         )
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="padding for fewer sizes")
-    parser.add_argument("--json", type=Path, help="write the rows to a file")
-    options = parser.parse_args()
-    cases = [case for case in PADDED if not options.quick or case[1] != 4]
-    return finish([*work_rows(), *padding_rows(cases), *exchange_rows()], options.json)
+def measure(quick: bool) -> Iterator[Row]:
+    """Yield the rows of everything."""
+    yield from work_rows()
+    yield from padding_rows([case for case in PADDED if not quick or case[1] != 4])
+    yield from exchange_rows()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(benchlib.main(measure, __doc__, "padding for fewer sizes"))

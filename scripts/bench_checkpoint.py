@@ -12,24 +12,24 @@ are the least of some rounds, in which the four take turns, and have no limit; b
 the files. The exit status is 1 if a limit is not met.
 """
 
-import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import benchlib
 import torch
 import torch.distributed as dist
+from benchlib import Row, rows_of
 
 from megatron_muon.testing.law.build import leaves, parallel_state
 from megatron_muon.testing.ranks import run_ranks
@@ -101,23 +101,6 @@ class Load:
     state_nbytes: int = 0
     more_nbytes: int = 0
     of_read_nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured value.
-
-    Attributes:
-        name: What was measured.
-        value: The value.
-        limit: Largest value that is accepted, ``None`` for any.
-        met: Whether it is.
-    """
-
-    name: str
-    value: float
-    limit: float | None
-    met: bool
 
 
 # --------------------------------------------------------------------------------------------
@@ -373,7 +356,7 @@ def measure(size: Size) -> dict[str, Measured]:
     return found
 
 
-def rows_of(found: dict[str, Measured]) -> Iterator[Row]:
+def rows_of_all(found: dict[str, Measured]) -> Iterator[Row]:
     """Yield what is told."""
     stock = found["stock"]
     for name, measured in found.items():
@@ -382,41 +365,25 @@ def rows_of(found: dict[str, Measured]) -> Iterator[Row]:
             ("load", max(1 + r.more_nbytes / r.state_nbytes for r in measured.ranks)),
             ("read", max(1 + r.of_read_nbytes / r.state_nbytes for r in measured.ranks)),
         ):
-            yield row(f"memory of a {what} over the state, {name}", ratio, limit)
+            yield from rows_of(f"memory of a {what} over the state, {name}", ratio, limit)
     for what in ("saves", "loads"):
         for name, measured in found.items():
             seconds = min(getattr(measured, what))
-            yield row(f"seconds, {what}, {name}", seconds)
-            yield row(f"MB/s, {what}, {name}", measured.nbytes / 1e6 / seconds)
+            yield from rows_of(f"seconds, {what}, {name}", seconds)
+            yield from rows_of(f"MB/s, {what}, {name}", measured.nbytes / 1e6 / seconds)
             if name != "stock":
                 ratio = seconds / min(getattr(stock, what))
-                yield row(f"time over stock, {what}, {name}", ratio)
+                yield from rows_of(f"time over stock, {what}, {name}", ratio)
 
 
-def row(name: str, value: float, limit: float | None = None) -> Row:
-    """Print a row and return it."""
-    made = Row(name, value, limit, limit is None or value <= limit)
-    told = "" if limit is None else f"limit {limit:g}  {'met' if made.met else 'NOT MET'}"
-    print(f"{name:44} {value:9.3f}  {told}", flush=True)
-    return made
-
-
-def main() -> int:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller model, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    args = parser.parse_args()
-    size = QUICK if args.quick else FULL
-    found = measure(size)
+def measure_all(quick: bool) -> Iterator[Row]:
+    """Yield the rows of everything."""
+    found = measure(QUICK if quick else FULL)
     state = sum(rank.state_nbytes for rank in found["owner"].ranks) / NUM_RANKS / 1e6
     files = ", ".join(f"{m.nbytes / 1e6:.0f} MB ({name})" for name, m in found.items())
     print(f"{NUM_RANKS} ranks, each with about {state:.0f} MB of state; files of {files}")
-    rows = list(rows_of(found))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(each) for each in rows], indent=2) + "\n")
-    return 0 if all(each.met for each in rows) else 1
+    yield from rows_of_all(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(benchlib.main(measure_all, __doc__, "a smaller model, one round"))

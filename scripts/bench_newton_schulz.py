@@ -1,6 +1,6 @@
 """Measure Newton-Schulz: its time over that of its peers, and its errors against fp64.
 
-    .venv/bin/python scripts/bench_newton_schulz.py [--quick] [--json FILE]
+    .venv/bin/python scripts/bench_newton_schulz.py [--quick] [--json FILE] [--markdown]
 
 One thread. A ratio is the median over rounds of our processor time over that of a peer; each round
 runs all in turn, so that a busy machine slows all. Peers, all called block by block: emerging-
@@ -9,21 +9,20 @@ A whole step (momentum, Newton-Schulz, size, weights) is held against that of th
 error is the Frobenius norm of the difference to the same polynomial in fp64, over that of the
 latter, beside that of emerging-optimizers on the same input.
 
-Rows marked ``*`` say how far there is to go: missing one is no failure. The exit status is 1 if any
-other limit is not met. On a processor without bf16 products those of the peers run at a thirtieth
-of the rate of fp32: cases that would then take too long are left out, and named.
+The exit status is 1 if a limit is not met; a limit to reach does not decide it. On a processor
+without bf16 products those of the peers run at a thirtieth of the rate of fp32: cases that would
+then take too long are left out, and named.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+import benchlib
 import torch
+from benchlib import Row, rows_of
 from emerging_optimizers import orthogonalized_optimizers
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 from emerging_optimizers.utils import fp32_matmul_precision
@@ -87,30 +86,6 @@ WHOLE_STEP = CASES[-1]
 WHOLE_STEP_LIMIT = 0.10
 LARGE = 1024 * 1024
 """Elements from which a case is timed in fewer rounds, and only against emerging-optimizers."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured value.
-
-    Attributes:
-        name: What was measured.
-        value: The value.
-        limit: Largest value that is accepted or aimed at, ``None`` for a comparison alone.
-        met: Whether it is.
-        reach: Whether it is only aimed at.
-    """
-
-    name: str
-    value: float
-    limit: float | None
-    met: bool
-    reach: bool = False
-
-    @property
-    def fails(self) -> bool:
-        """Whether a limit is not met."""
-        return not (self.met or self.reach)
 
 
 def ours(xs: Blocks, precision: str, kernel: str = "auto") -> Blocks:
@@ -201,20 +176,6 @@ def error_limit(kind: str, arithmetic: str, stock_error: float) -> float:
     return (2.5 if kind == "random" else 1.1) * stock_error
 
 
-def report(
-    name: str, value: float, limit: float | None, note: str = "", *, reach: bool = False
-) -> Row:
-    """Print a row and return it."""
-    row = Row(name, value, limit, limit is None or value <= limit, reach)
-    if limit is None:
-        verdict = ""
-    else:
-        mark = "*" if reach else " "
-        verdict = f"limit{mark} {limit:8.2e}  {'met' if row.met else 'NOT MET'}"
-    print(f"{name:60} {value:9.2e}  {verdict:24} {note}".rstrip(), flush=True)
-    return row
-
-
 def affordable(precision: str) -> list[Case]:
     """Return the cases whose rounds emerging-optimizers can run in time, and name the others."""
     probe = Case(128, 128, 2, {})
@@ -231,7 +192,7 @@ def affordable(precision: str) -> list[Case]:
     return cases
 
 
-def measure_times(case: Case, arithmetic: str, num_rounds: int) -> list[Row]:
+def measure_times(case: Case, arithmetic: str, num_rounds: int) -> Iterator[Row]:
     """Time a case against every peer."""
     precision = PRECISIONS[arithmetic]
     kernel = choose_kernel(case.rows, case.columns, choose_arithmetic(precision, "cpu"), "cpu")
@@ -250,19 +211,16 @@ def measure_times(case: Case, arithmetic: str, num_rounds: int) -> list[Row]:
     )
     over = ratio(times["ours"], times["stock"])
     name = f"time over stock, {arithmetic}, {case}"
-    rows = [report(name, over, case.limits[arithmetic], note)]
-    if arithmetic in case.reach:
-        rows.append(report(f"{name} *", over, case.reach[arithmetic], reach=True))
+    yield from rows_of(name, over, case.limits[arithmetic], case.reach.get(arithmetic), note)
     for peer in peers:
         if peer != "stock":
             value = ratio(times["ours"], times[peer])
-            rows.append(report(f"time over {peer}, {arithmetic}, {case}", value, None))
-    return rows
+            yield from rows_of(f"time over {peer}, {arithmetic}, {case}", value)
 
 
-def measure_errors(case: Case, arithmetic: str) -> list[Row]:
+def measure_errors(case: Case, arithmetic: str) -> Iterator[Row]:
     """Compare a case with the polynomial in fp64, on spectra from easy to hard."""
-    precision, rows = PRECISIONS[arithmetic], []
+    precision = PRECISIONS[arithmetic]
     for kind in SPECTRA:
         x = spectrum(kind, case.rows, case.columns)
         expected = orthogonalize(x.double(), STEPS)
@@ -271,11 +229,10 @@ def measure_errors(case: Case, arithmetic: str) -> list[Row]:
         name = f"error, {arithmetic}, {kind}, {case.rows} x {case.columns}"
         limit = error_limit(kind, arithmetic, stock_error)
         note = f"stock {stock_error:.2e}"
-        rows.append(report(name, relative_error(got, expected), limit, note))
-    return rows
+        yield from rows_of(name, relative_error(got, expected), limit, note=note)
 
 
-def measure_whole_step(num_rounds: int) -> list[Row]:
+def measure_whole_step(num_rounds: int) -> Iterator[Row]:
     """Time a step of this package's ``Muon`` over those of the peers' optimizers."""
 
     def params() -> list[torch.nn.Parameter]:
@@ -292,49 +249,30 @@ def measure_whole_step(num_rounds: int) -> list[Row]:
     }
     times = time_all(runs, num_rounds)
     note = f"{1e3 * statistics.median(times['ours']):.1f} ms"
-    return [
-        report(
-            f"whole step over {peer}, bf16, {WHOLE_STEP}",
-            ratio(times["ours"], times[peer]), WHOLE_STEP_LIMIT, note,
-        )
-        for peer in runs if peer != "ours"
-    ]  # fmt: skip
+    for peer in runs:
+        if peer != "ours":
+            over = ratio(times["ours"], times[peer])
+            name = f"whole step over {peer}, bf16, {WHOLE_STEP}"
+            yield from rows_of(name, over, WHOLE_STEP_LIMIT, note=note)
 
 
-def measure(num_rounds: int, *, quick: bool) -> list[Row]:
-    """Measure everything, printing each row."""
-    rows = []
+def measure(quick: bool) -> Iterator[Row]:
+    """Yield the rows of everything."""
+    torch.set_num_threads(1)
+    num_rounds = 7 if quick else 21
+    print(f"one thread, bf16 as {choose_arithmetic('medium', 'cpu').name}")
     for arithmetic, precision in PRECISIONS.items():
         cases = affordable(precision)
         for case in cases:
-            rows += measure_times(case, arithmetic, num_rounds)
+            yield from measure_times(case, arithmetic, num_rounds)
         if WHOLE_STEP in cases and arithmetic == "bf16":
-            rows += measure_whole_step(num_rounds)
+            yield from measure_whole_step(num_rounds)
         for case in cases:
             # In fp64 a large case takes as long as all its rounds.
             if not (quick and case.rows * case.columns >= LARGE):
-                rows += measure_errors(case, arithmetic)
-    return rows
-
-
-def main() -> int:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="7 rounds in place of 21, and no errors of the largest"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    arithmetic = choose_arithmetic("medium", "cpu").name
-    print(f"torch {torch.__version__}, one thread, bf16 as {arithmetic}")
-    rows = measure(7 if args.quick else 21, quick=args.quick)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    failed = [row for row in rows if row.fails]
-    print(f"{len(failed)} limits are not met" if failed else "all limits are met")
-    return 1 if failed else 0
+                yield from measure_errors(case, arithmetic)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick = "7 rounds in place of 21, and no errors of the largest"
+    sys.exit(benchlib.main(measure, __doc__, quick))

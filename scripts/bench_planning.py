@@ -1,6 +1,6 @@
 """Measure how fast a model of a trillion parameters is planned in one grid of ranks.
 
-    .venv/bin/python scripts/bench_planning.py [--quick] [--json FILE]
+    .venv/bin/python scripts/bench_planning.py [--quick] [--json FILE] [--markdown]
 
 Kimi-K2's 46,507 matrices are planned in both layouts, each time by several processes whose hashes
 are seeded apart, as those of a job are. Shown are the seconds of processor time of the fastest, the
@@ -8,7 +8,6 @@ largest rank's Newton-Schulz work over the mean, the most memory that a process 
 different plans there were. The exit status is 1 if a limit is not met.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -16,9 +15,10 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
-from bench_rows import Row, finish
+import benchlib
+from benchlib import Row, rows_of
 
 from megatron_muon.planner.job import PlanSettings, plan_job
 from megatron_muon.planner.models import BUILT_IN
@@ -59,39 +59,27 @@ def plan_apart(layout: str, ranks: int, seed: int) -> dict[str, float | str]:
     return json.loads(told.stdout)
 
 
-def rows_of(layout: str, ranks: int, processes: int) -> list[Row]:
+def of_layout(layout: str, ranks: int, processes: int) -> Iterator[Row]:
     """Measure one layout on that many ranks."""
     told = [plan_apart(layout, ranks, seed) for seed in range(1, processes + 1)]
     name = f"{layout}, {ranks} ranks: "
     # A rank of four thousand has eleven matrices, which need not come out even.
     balance = MAX_OVER_MEAN[layout] if ranks == min(SECONDS) else None
-    return [
-        Row(f"{name}seconds", min(each["seconds"] for each in told), SECONDS[ranks]),
-        Row(f"{name}work, max over mean", told[0]["max_over_mean"], balance),
-        Row(f"{name}peak MiB", max(each["peak_mib"] for each in told), PEAK_MIB),
-        Row(f"{name}different plans", len({each["fingerprint"] for each in told}), 1),
-    ]
+    yield from rows_of(f"{name}seconds", min(each["seconds"] for each in told), SECONDS[ranks])
+    yield from rows_of(f"{name}work, max over mean", told[0]["max_over_mean"], balance)
+    yield from rows_of(f"{name}peak MiB", max(each["peak_mib"] for each in told), PEAK_MIB)
+    yield from rows_of(f"{name}different plans", len({each["fingerprint"] for each in told}), 1)
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two processes each, not five")
-    parser.add_argument("--json", type=Path, help="write the rows to a file")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one is not None:
-        layout, ranks = options.one
-        print(json.dumps(plan(layout, int(ranks))))
-        return 0
-    rows = [
-        row
-        for ranks in SECONDS
-        for layout in ("flat", "owner")
-        for row in rows_of(layout, ranks, 2 if options.quick else 5)
-    ]
-    return finish(rows, options.json)
+def measure(quick: bool) -> Iterator[Row]:
+    """Yield the rows of everything."""
+    for ranks in SECONDS:
+        for layout in ("flat", "owner"):
+            yield from of_layout(layout, ranks, 2 if quick else 5)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if "--one" in sys.argv:  # a process that plan_apart() starts
+        print(json.dumps(plan(sys.argv[2], int(sys.argv[3]))))
+    else:
+        sys.exit(benchlib.main(measure, __doc__, "two processes each, not five"))

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from benchlib import Row, rows_of
 from benchmodel import Size, Way
-from megatron_muon.planner.costs import HARDWARE, Hardware
 
+from megatron_muon.bookkeeping.costs import HARDWARE, Hardware
 from megatron_muon.bookkeeping.matrix import step_flops
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import advance_momentum, apply_update

@@ -18,7 +18,7 @@ if a limit is not met; limits to reach do not decide it.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 
 import benchlib
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from benchlib import Row, rows_of
 from benchmodel import Call, Size, Way, stock
 
-from megatron_muon.optimizer.config import MuonConfig
 from megatron_muon.orthogonalize.arithmetic import choose_arithmetic
 from megatron_muon.testing.ranks import run_ranks
 
@@ -153,14 +152,9 @@ def ways_of(tp: int, products: str, quick: bool) -> list[Way]:
     ways.append(Way("ours", "owner", precision))
     if not quick:
         ways.append(Way("ours, bf16 exchange", "owner", precision, exchange="bf16"))
-    if tp == NUM_RANKS and knows_exact_kernel():
+    if tp == NUM_RANKS:
         ways.append(Way("exact", "owner", precision, more=(("muon_ns_kernel", "exact"),)))
     return ways
-
-
-def knows_exact_kernel() -> bool:
-    """Whether Newton-Schulz can be asked for in emerging-optimizers' own arithmetic."""
-    return any(field.name == "muon_ns_kernel" for field in fields(MuonConfig))
 
 
 def times(tp: int, products: str, quick: bool) -> Iterator[Row]:

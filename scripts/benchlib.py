@@ -12,9 +12,8 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class Row:
         limit: Largest value that is accepted, ``None`` for any.
         met: Whether it is.
         reach: Whether the limit is one to reach, which does not decide the exit status.
+        note: What else is to be said, on the line that is printed alone.
     """
 
     name: str
@@ -34,13 +34,18 @@ class Row:
     limit: float | None = None
     met: bool = True
     reach: bool = False
+    note: str = ""
 
 
 def rows_of(
-    name: str, value: float, limit: float | None = None, reach: float | None = None
+    name: str,
+    value: float,
+    limit: float | None = None,
+    reach: float | None = None,
+    note: str = "",
 ) -> list[Row]:
     """Return the row of a value with its limit, and that of the limit to reach if there is one."""
-    rows = [Row(name, value, limit, limit is None or value <= limit)]
+    rows = [Row(name, value, limit, limit is None or value <= limit, note=note)]
     if reach is not None:
         rows.append(Row(name, value, reach, value <= reach, reach=True))
     return rows
@@ -52,7 +57,7 @@ def line_of(row: Row) -> str:
     if row.limit is not None:
         verdict = "met" if row.met else "NOT REACHED" if row.reach else "NOT MET"
         told = f"{'reach' if row.reach else 'limit'} {row.limit:<8.4g} {verdict}"
-    return f"{row.name:64} {row.value:12.4g}  {told}".rstrip()
+    return f"{row.name:64} {row.value:12.4g}  {told:26} {row.note}".rstrip()
 
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
@@ -85,12 +90,13 @@ def put_into(text: str, script: str, table: str) -> str:
 
 
 def to_json(rows: Iterable[Row]) -> str:
-    """Return the rows as JSON; ``reach`` is only in those of a limit to reach."""
+    """Return the rows as JSON, without notes; ``reach`` is only in those of a limit to reach."""
     return json.dumps([_plain(row) for row in rows], indent=2) + "\n"
 
 
 def _plain(row: Row) -> dict[str, object]:
     plain = asdict(row)
+    del plain["note"]
     if not row.reach:
         del plain["reach"]
     return plain
@@ -104,7 +110,7 @@ def machine() -> str:
         if line.startswith("model name")
     ]
     name = models[0] if models else platform.machine()
-    return f"{len(models)} x {name}; torch {torch.__version__}"
+    return f"{len(models)} x {name}; torch {version('torch')}"
 
 
 def main(

@@ -6,7 +6,6 @@ command tells, is computed here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,13 +23,14 @@ from megatron_muon.bookkeeping.plan import (
     held_by_slices,
     make_plan,
 )
+from megatron_muon.bookkeeping.step_collectives import collectives_of
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
 LAYOUTS = {"owner": owner_layout, "flat": flat_layout}
 """What lays a buffer of matrices out; all others are flat."""
 
 DEFAULT_BUDGET_NBYTES = 64 * 2**20
-"""What a rank may send and receive in one collective by default."""
+"""What a rank may send and receive in one collective unless the user says otherwise."""
 
 _FP32_NBYTES = 4
 _ADAM_NBYTES = 8
@@ -50,9 +50,9 @@ class StepSettings:
         momentum_nbytes: Of momentum.
         exchange_nbytes: Of what travels.
         budget_nbytes: What a rank may send and receive in one collective.
-        one_rank_each: Whether one rank alone works on each matrix, and not all of a row.
         share_blocks: Whether several ranks work on a block together that is more than a rank's
             share.
+        by_bucket: Whether all matrices of a bucket are done before those of the next.
     """
 
     num_ns_steps: int = 5
@@ -61,8 +61,8 @@ class StepSettings:
     momentum_nbytes: int = 4
     exchange_nbytes: int = 4
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
-    one_rank_each: bool = True
     share_blocks: bool = False
+    by_bucket: bool = False
 
 
 def bucket_numel_of(
@@ -205,7 +205,6 @@ def plan_stage(
         owned,
         grids,
         settings.num_ns_steps,
-        one_rank_each=settings.one_rank_each,
         share_blocks=settings.share_blocks,
     )
     return Stage(
@@ -385,7 +384,13 @@ def stage_costs(stage: Stage, settings: StepSettings, machine: Hardware) -> Stag
         # Momentum and master are read and written, the gradient and the update are read.
         memory_nbytes=held * (2 * settings.momentum_nbytes + 4 * _FP32_NBYTES)
         + scalar_held * (3 * _FP32_NBYTES + 2 * _ADAM_NBYTES),
-        collectives=_collectives(loads, settings),
+        collectives=collectives_of(
+            sorted(chain(stage.shared, stage.experts), key=lambda planned: planned.matrix.name),
+            stage.grids,
+            exchange_nbytes=settings.exchange_nbytes,
+            budget_nbytes=settings.budget_nbytes,
+            by_bucket=settings.by_bucket,
+        ),
     )
     return StageCosts(
         loads,
@@ -427,16 +432,6 @@ def _group_numel(loads: RankLoads, settings: StepSettings) -> int:
     budget = settings.budget_nbytes // _FP32_NBYTES
     is_one = max(loads.worked, default=0) <= budget
     return budget if is_one else budget // (1 + _hops(loads))
-
-
-def _collectives(loads: RankLoads, settings: StepSettings) -> int:
-    """Return the collectives of the exchange: a hop of a micro-group is at least one."""
-    budget = settings.budget_nbytes // _FP32_NBYTES
-    groups = math.ceil(max(loads.worked, default=0) / _group_numel(loads, settings))
-    rounds = (max(numel, default=0) for numel in (loads.data_numel, loads.tensor_numel))
-    return max(
-        max(1, groups) * 2 * _hops(loads), sum(math.ceil(numel / budget) for numel in rounds)
-    )
 
 
 def _memory(stage: Stage, settings: StepSettings, loads: RankLoads, scalar_held: int) -> Memory:

@@ -366,7 +366,7 @@ def _bind(
         if layer_wise is not None:
             layer_wise.record_ownership(dict(zip(matrices, owned, strict=True)))
         _bind_children(optimizer, _device(routes), plan, matrices, grids)
-        if settings.overlap_param_gather:
+        if settings.gathers_early:
             optimizer.gather_early({param: m.name for param, m in matrices.items()})
 
     raise_together(bind, ranks)

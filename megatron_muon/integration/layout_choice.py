@@ -97,20 +97,21 @@ def choose_together(
         return ONE_RANK
     if sizes.gtp:
         return LayoutChoice("owner", "costs of rows that are cut once more are not known")
+    if settings.tp_mode != "owner":
+        return LayoutChoice("owner", f"costs of --muon-tp-mode {settings.tp_mode} are not known")
     state = installation()
-    machine = find_hardware(
-        settings.hardware, ON_CPU if state is not None and state.on_cpu else ON_CUDA,
-        "--muon-hardware",
-    )  # fmt: skip
+    device = ON_CPU if state is not None and state.on_cpu else ON_CUDA
     ranks = ranks_of(groups)
 
-    def own_costs() -> list[LayoutCosts]:
+    def own_costs() -> tuple[list[LayoutCosts], int]:
+        machine = find_hardware(settings.hardware, device, "--muon-hardware")
         chunks = [_members(chunk, routes) for chunk in model_chunks]
-        return _costs(args, chunks, settings, sizes, machine)
+        numel = sum(p.data.nelement() for chunk in model_chunks for p in chunk.parameters())
+        return _costs(args, chunks, numel, settings, sizes, machine), machine.memory_nbytes
 
     own = raise_together(own_costs, ranks)
     # Of each stage the first rank's, as the plan command's: names of experts decide between equals.
-    stages = gather_distinct((own, machine.memory_nbytes), sizes.pp_rank, ranks)
+    stages = gather_distinct(own, sizes.pp_rank, ranks)
     kinds = zip(*(costs for costs, _ in stages), strict=True)
     return choose_layout([of_worst(kind) for kind in kinds], stages[0][1])
 
@@ -198,6 +199,7 @@ def _members(chunk: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route])
 def _costs(
     args: Any,
     chunks: Sequence[Sequence[Member]],
+    numel: int,
     settings: MuonSettings,
     sizes: _Sizes,
     machine: Any,
@@ -211,14 +213,17 @@ def _costs(
         momentum_nbytes=_NBYTES[settings.momentum_dtype],
         exchange_nbytes=_NBYTES[settings.exchange_dtype],
         budget_nbytes=settings.gather_budget_nbytes,
-        one_rank_each=settings.tp_mode == "owner",
         share_blocks=settings.share_blocks,
+        by_bucket=settings.gathers_early,
     )
+    given = args.ddp_bucket_size
+    if args.ddp_num_buckets is not None:  # 0.19.2, training/models/dist_utils.py:280
+        given = numel // args.ddp_num_buckets
     with_buckets = [
         (
             members,
             bucket_numel_of(
-                args.ddp_bucket_size, overlap=args.overlap_grad_reduce, dp_cp=sizes.dp,
+                given, overlap=args.overlap_grad_reduce, dp_cp=sizes.dp,
                 has_buckets=sizes.pp_rank == 0, chunk=chunk,
             ),
         )

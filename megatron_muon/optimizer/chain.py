@@ -204,6 +204,7 @@ class MuonChain(ChainedOptimizer):
         """
         self.grad_norms_by_group: dict[str, float] = {}
         if self.prepare_grads():
+            self._end_early_gathers()
             if self._error is not None:
                 raise self._error
             return False, None, None
@@ -218,6 +219,7 @@ class MuonChain(ChainedOptimizer):
         if math.isfinite(threshold) and norm > threshold:
             if self.span.is_first:
                 logger.warning("step skipped: the gradient norm %g is above %g.", norm, threshold)
+            self._end_early_gathers()
             return False, norm, num_zeros
         return self.step_with_ready_grads(), norm, num_zeros
 
@@ -231,6 +233,14 @@ class MuonChain(ChainedOptimizer):
         self._early_gathers = EarlyGathers(muons, self._wrapped_chunks, names)
         for leaf in muons:
             leaf.optimizer.done = self._early_gathers.done
+
+    def _end_early_gathers(self) -> None:
+        """End gathers that no forward pass has waited for, in a step that starts none; collective.
+
+        DDP forgets between steps that they were started, and would start them once more.
+        """
+        if self._early_gathers is not None:
+            self._finish_gathers()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

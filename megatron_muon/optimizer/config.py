@@ -11,10 +11,10 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.bookkeeping.costs import HARDWARE, ON_CPU, ON_CUDA, find_hardware
 from megatron_muon.bookkeeping.routing import SplitRules
+from megatron_muon.bookkeeping.stage import DEFAULT_BUDGET_NBYTES
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.compatibility import Chosen, check_pairs, only_layout, our_layout
 from megatron_muon.optimizer.host_values import check_host_values
-from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 from megatron_muon.orthogonalize.kernels import KERNEL_NAMES, KernelName
 
 TPMode = Literal["owner", "duplicated", "distributed", "blockwise"]
@@ -264,7 +264,7 @@ class MuonSettings:
         hardware: What the choice of a layout predicts for, None for the device's kind.
         gather_budget_nbytes: What a rank may send and receive in one collective.
         exchange_dtype: Dtype in which momentum and updates travel, ``fp32`` or ``bf16``.
-        overlap_param_gather: Whether the gather of a bucket starts when its last matrix is done.
+        gathers_early: Whether the gather of a bucket starts when its last matrix is done.
         scalar_optimizer: Optimizer of everything that is not a matrix.
         exclude: Globs left to the scalar optimizer.
         include: Globs given to Muon.
@@ -297,7 +297,7 @@ class MuonSettings:
     hardware: str | None
     gather_budget_nbytes: int
     exchange_dtype: str
-    overlap_param_gather: bool
+    gathers_early: bool
     scalar_optimizer: str
     exclude: tuple[str, ...]
     include: tuple[str, ...]
@@ -403,6 +403,11 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
     )
     only = only_layout(chosen) if layout == "auto" else None
     if only is not None:
+        if hardware is not None:
+            raise ConfigurationError(
+                f"--muon-hardware has no effect: another flag settles on layout {only.layout} "
+                f"({only.why}). Drop it."
+            )
         layout = only.layout
         chosen = replace(chosen, layout=layout)
     check_pairs(chosen)
@@ -433,7 +438,7 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         hardware=hardware,
         gather_budget_nbytes=_gather_budget_nbytes(config),
         exchange_dtype=exchange_dtype,
-        overlap_param_gather=gathers_early,
+        gathers_early=gathers_early,
         scalar_optimizer=config.muon_scalar_optimizer,
         exclude=tuple(getattr(config, "muon_exclude", None) or ()),
         include=tuple(getattr(config, "muon_include", None) or ()),

@@ -26,6 +26,7 @@ from megatron_muon.bookkeeping.plan import (
     PlannedMatrix,
     make_plan,
 )
+from megatron_muon.bookkeeping.stage import DEFAULT_BUDGET_NBYTES
 from megatron_muon.checkpoint.convert import from_pull_request
 from megatron_muon.collectives.arena import Arena
 from megatron_muon.errors import ConfigurationError, PlanError
@@ -47,7 +48,7 @@ from megatron_muon.optimizer.flat_records import (
     raise_alike,
     to_tell,
 )
-from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES, EngineSettings, Station
+from megatron_muon.optimizer.station import EngineSettings, Station
 from megatron_muon.orthogonalize.blocks import give_up_scratch
 from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 from megatron_muon.orthogonalize.update import MOMENTUM, accumulate_momentum, apply_update
@@ -278,6 +279,7 @@ class Muon(torch.optim.Optimizer):
         )
         if not self.distributed_mode:
             self._step_whole_matrices()
+            self.account.settle()
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._adamw(group)
@@ -474,18 +476,25 @@ class Muon(torch.optim.Optimizer):
 
         Calls for each small matrix would take longer than its Newton-Schulz.
         """
-        momenta = [self.state[param][MOMENTUM] for param in params]
-        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).float() for p in params]
-        mu = float(group["momentum"])
-        _multiply(momenta, mu)
-        torch._foreach_add_(momenta, grads)
-        ahead, outs = momenta, None
-        if group["nesterov"]:
-            ahead = outs = list(torch._foreach_add(grads, momenta, alpha=mu))
+        with self.account.phase("momentum"):
+            momenta = [self.state[param][MOMENTUM] for param in params]
+            grads = [(torch.zeros_like(p) if p.grad is None else p.grad).float() for p in params]
+            mu = float(group["momentum"])
+            _multiply(momenta, mu)
+            torch._foreach_add_(momenta, grads)
+            ahead, outs = momenta, None
+            if group["nesterov"]:
+                ahead = outs = list(torch._foreach_add(grads, momenta, alpha=mu))
         with self.account.phase("newton_schulz"):
             updates = _orthogonalization(group["ns_steps"]).blocks(
                 [x.to(_WIRE_DTYPE) for x in ahead], outs
             )
+        with self.account.phase("update"):
+            self._apply_together(params, updates, group)
+
+    def _apply_together(
+        self, params: list[torch.Tensor], updates: Sequence[torch.Tensor], group: dict[str, Any]
+    ) -> None:
         _multiply(params, float(1 - group["lr"] * group["weight_decay"]))
         by_shape: dict[torch.Size, list[int]] = {}
         for i, param in enumerate(params):

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
 from megatron_muon.bookkeeping.matrix import LogicalMatrix
 from megatron_muon.bookkeeping.plan import OwnedMatrix, held_by, held_by_slices
+from megatron_muon.bookkeeping.stage import DEFAULT_BUDGET_NBYTES
 from megatron_muon.collectives.whole_params import cut, gather_whole
 from megatron_muon.errors import PlanError, UnsupportedError
 from megatron_muon.optimizer.masters import (
@@ -34,7 +35,6 @@ from megatron_muon.optimizer.param_layout import (
     published_kind,
     verify_layout,
 )
-from megatron_muon.optimizer.station import DEFAULT_BUDGET_NBYTES
 
 
 class LayerWiseMuonOptimizer(LayerWiseDistributedOptimizer):

@@ -130,7 +130,7 @@ class OwnedMuon(torch.optim.Optimizer):
             mode=self.settings.tp_mode,
             budget_nbytes=self.settings.gather_budget_nbytes,
             exchange_dtype=_DTYPES[self.settings.exchange_dtype],
-            by_bucket=self.settings.overlap_param_gather,
+            by_bucket=self.settings.gathers_early,
         )
         self.engines = [
             Engine(
@@ -231,8 +231,8 @@ class OwnedMuon(torch.optim.Optimizer):
         """Return the Newton-Schulz flops and the elements that the plan gives to this rank.
 
         In owner mode a matrix costs its home alone, or each home of its parts an equal share; in
-        the other modes every tensor-parallel rank
-        of the home's row works on it, counted as the whole.
+        the other modes every tensor-parallel rank of the home's row works on it, counted as the
+        whole.
         """
         flops = sum(
             planned.flops

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.matrix import LogicalBlock, LogicalMatrix, step_flops
 from megatron_muon.bookkeeping.schedule import Position, Spread
+from megatron_muon.bookkeeping.stage import DEFAULT_BUDGET_NBYTES
 from megatron_muon.collectives.arena import Arena, Loans
 from megatron_muon.collectives.exchange import Exchange, Wire
 from megatron_muon.collectives.shards import read_stretch, shard_view, write_stretch
@@ -27,9 +28,6 @@ SPREADS = {
     "blockwise": Spread(whole=False, everywhere=True),
 }
 """Where Newton-Schulz runs, by ``--muon-tp-mode``."""
-
-DEFAULT_BUDGET_NBYTES = 64 * 2**20
-"""What a rank may send and receive in one collective unless the user says otherwise."""
 
 BlockWork = tuple[torch.Tensor, torch.Tensor, Sequence[LogicalBlock]]
 """A matrix, where its update goes (the matrix itself or other memory), and its blocks."""
@@ -156,7 +154,8 @@ class Station:
         """Orthogonalize the blocks of several matrices, those of equal shape together.
 
         A matrix that lies in one run of lines is read and written where it is. One scattered over
-        several runs is copied together, as many at a time as the budget has room for, or one.
+        several runs is copied together: as many at a time as make a batch and as the budget has
+        room for, or one.
         """
         in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
         scattered: list[tuple[torch.Tensor, torch.Tensor, LogicalBlock]] = []
@@ -180,7 +179,7 @@ class Station:
     def _orthogonalize_copies(
         self, scattered: list[tuple[torch.Tensor, torch.Tensor, LogicalBlock]]
     ) -> None:
-        """Orthogonalize matrices by way of copies, in runs that fit into the scratch.
+        """Orthogonalize matrices by way of copies, in runs of a batch, or of one matrix.
 
         Args:
             scattered: The view of a matrix, where its update goes, and the block it is of.
@@ -190,7 +189,8 @@ class Station:
         scattered.sort(key=lambda item: (item[0].numel(), item[0].shape))  # equal ones together
         numels = [view.numel() for view, _, _ in scattered]
         budget_numel = self.settings.budget_nbytes // torch.float32.itemsize
-        room = max(numels[-1], min(sum(numels), budget_numel))
+        batch_numel = self.settings.orthogonalization.batch_nbytes // torch.bfloat16.itemsize
+        room = max(numels[-1], min(sum(numels), budget_numel, batch_numel))
         with ExitStack() as scratch:
             memory = self.borrow(room, scratch)
             first = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,6 @@ from megatron_muon.bookkeeping.costs import (
     Work,
     assumptions,
     of_worst,
-    predict_seconds,
 )
 from megatron_muon.bookkeeping.stage import (
     Buffer,
@@ -26,7 +25,6 @@ from megatron_muon.bookkeeping.stage import (
     whole_gather_nbytes,
 )
 from megatron_muon.bookkeeping.units import units_of
-from megatron_muon.planner.collectives import collectives_of
 from megatron_muon.planner.job import JobPlan, StagePlan
 
 MAX_PLANS_TO_FINGERPRINT = 64
@@ -39,15 +37,21 @@ class StageNumbers:
 
     Attributes:
         stage: Its plan.
-        costs: What a step takes, as a run that chooses its layout estimates it.
-        work: The work of the busiest rank.
-        seconds: Predicted seconds by part.
+        costs: What a step takes.
     """
 
     stage: StagePlan
     costs: StageCosts
-    work: Work
-    seconds: dict[str, float]
+
+    @property
+    def work(self) -> Work:
+        """The work of the busiest rank."""
+        return self.costs.work
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Predicted seconds by part."""
+        return self.costs.seconds
 
     @property
     def loads(self) -> RankLoads:
@@ -255,8 +259,4 @@ def job_assumptions(job: JobPlan) -> list[str]:
 
 
 def _stage_numbers(stage: StagePlan, job: JobPlan, machine: Hardware) -> StageNumbers:
-    costs = stage_costs(stage.stage, job.settings, machine)
-    collectives = collectives_of(stage.first_plan, job.settings)
-    work = replace(costs.work, collectives=collectives)
-    seconds = predict_seconds(work, machine, job.sizes.num_stage_ranks, job.sizes.tp)
-    return StageNumbers(stage, costs, work, seconds)
+    return StageNumbers(stage, stage_costs(stage.stage, job.settings, machine))

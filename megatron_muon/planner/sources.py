@@ -172,6 +172,7 @@ _NOT_PLANNED = {
     "use-megatron-fsdp": "Megatron-FSDP",
     "use-torch-fsdp2": "FSDP2",
     "num-distributed-optimizer-instances": "several optimizer instances",
+    "ddp-num-buckets": "buckets by their number (use --ddp-bucket-size)",
     "num-layers-per-virtual-pipeline-stage": "this way to say it (use "
     "--num-virtual-stages-per-pipeline-rank)",
 }
@@ -324,8 +325,14 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
     rules = RoutingRules(
         exclude=tuple(flags.get("muon-exclude", ())), include=tuple(flags.get("muon-include", ()))
     )
-    share_blocks = "muon-share-blocks" in flags
-    return replace(settings, splits=splits, rules=rules, share_blocks=share_blocks, **changes)
+    return replace(
+        settings,
+        splits=splits,
+        rules=rules,
+        share_blocks="muon-share-blocks" in flags,
+        by_bucket="muon-overlap-param-gather" in flags,
+        **changes,
+    )
 
 
 def _one(flags: Flags, flag: str, default: str | None = None) -> str:

@@ -39,7 +39,8 @@ def test_phases_are_timed_in_each_step(tmp_path):
         assert len(found[label]) == steps
     for i in range(steps):
         inside = sum(found[label][i] for label in LABELS)
-        assert 0 < inside < 2 * found["optimizer"][i]
+        # Each is the longest of any rank, so that the sum may exceed what one rank took.
+        assert 0 < inside < 1.5 * found["optimizer"][i]
     assert sum(found["muon-newton-schulz"]) > sum(found["muon-update"])
 
 

@@ -351,13 +351,13 @@ def test_what_is_left_in_memory_does_not_matter():
     xs = [draw(*shape, seed=i) for i, shape in enumerate([(300, 900), (64, 64), (7, 5)])]
     for arithmetic in ARITHMETICS.values():
         expected = compute(xs, arithmetic)
-        (kept,) = blocks_module._Memory._kept
+        (kept,) = blocks_module._Memory.kept
         kept.fill_(255)  # NaN in every dtype
         assert all(map(torch.equal, compute(xs, arithmetic), expected))
         with mock.patch.object(blocks_module, "KEPT_NBYTES", 0):
             kept.resize_(0)
             assert all(map(torch.equal, compute(xs, arithmetic), expected))
-            assert not blocks_module._Memory._kept
+            assert not blocks_module._Memory.kept
 
 
 def test_the_kernel_is_chosen_from_shape_arithmetic_and_device_alone():

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from megatron_muon.bookkeeping.dist_meta import ParamRange
-from megatron_muon.bookkeeping.plan import GridSize, Plan, PlannedMatrix
+from megatron_muon.bookkeeping.plan import Grid, GridSize, PlannedMatrix
 from megatron_muon.bookkeeping.schedule import (
     Spread,
     Transfer,
     cut_into_rounds,
     micro_groups_of,
 )
-from megatron_muon.bookkeeping.stage import StepSettings
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
 _FP32_NBYTES = 4
@@ -23,32 +22,56 @@ _PER_SHARED_GROUP = 5
 of two sums of their Gram matrices. In bf16, and where these exceed the budget, there are more."""
 
 
-def collectives_of(plan: Plan, settings: StepSettings) -> int:
+def collectives_of(
+    matrices: Iterable[PlannedMatrix],
+    grids: Mapping[Grid, GridSize],
+    *,
+    exchange_nbytes: int,
+    budget_nbytes: int,
+    by_bucket: bool,
+) -> int:
     """Return the collectives of the exchange that the busiest rank enters in a step.
 
     Exact but for shared blocks. Where a stage has several grids, the busiest rank of each is taken
     to be the same.
 
     Args:
-        plan: Of a pipeline stage.
-        settings: What the work of a step depends on.
+        matrices: Of a pipeline stage, ordered by name; of the routed experts those of one
+            expert-parallel rank.
+        grids: Sizes of the grids they lie in.
+        exchange_nbytes: Bytes of an element that travels.
+        budget_nbytes: What a rank may send and receive in one collective.
+        by_bucket: Whether all matrices of a bucket are done before those of the next.
     """
-    return sum(_rounds(units_of(plan.on(grid)), size, settings)
-               for grid, size in plan.grids.items())  # fmt: skip
+    on: dict[Grid, list[PlannedMatrix]] = {}
+    for planned in matrices:
+        on.setdefault(planned.owned.grid, []).append(planned)
+    return sum(
+        _rounds(units_of(members), grids[grid], exchange_nbytes, budget_nbytes, by_bucket)
+        for grid, members in on.items()
+    )
 
 
-def _rounds(plan: Sequence[PlannedMatrix], size: GridSize, settings: StepSettings) -> int:
+def _rounds(
+    plan: Sequence[PlannedMatrix],
+    size: GridSize,
+    exchange_nbytes: int,
+    budget_nbytes: int,
+    by_bucket: bool,
+) -> int:
     """Return the same of one grid.
 
     A rank enters those of its column of the grid, between data-parallel ranks, and of its row.
     """
-    budget = settings.budget_nbytes // settings.exchange_nbytes
+    if size.dp == size.tp == 1:
+        return 0
+    budget = budget_nbytes // exchange_nbytes
     # All columns are alike but for matrices that are not cut: those travel to their home alone.
     columns = {0} | {planned.home.tp for planned in plan if not planned.matrix.is_cut}
     in_column, in_row = Counter(dict.fromkeys(columns, 0)), Counter[int]()
     groups = micro_groups_of(
         plan, size.tp, Spread(whole=True, everywhere=False), budget,
-        settings.budget_nbytes // _FP32_NBYTES, overlapped=True,
+        budget_nbytes // _FP32_NBYTES, by_bucket, overlapped=True,
     )  # fmt: skip
     for indices in groups:
         members = [(index, plan[index]) for index in indices]
