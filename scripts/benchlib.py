@@ -45,7 +45,9 @@ def rows_of(
     note: str = "",
 ) -> list[Row]:
     """Return the row of a value with its limit, and that of the limit to reach if there is one."""
-    rows = [Row(name, value, limit, limit is None or value <= limit, note=note)]
+    rows = []
+    if limit is not None or reach is None:
+        rows.append(Row(name, value, limit, limit is None or value <= limit, note=note))
     if reach is not None:
         rows.append(Row(name, value, reach, value <= reach, reach=True))
     return rows
@@ -151,4 +153,6 @@ def main(
         table = f"{machine()}.\n\n{markdown(row for row in rows if row.limit is not None)}"
         script = Path(parser.prog).name
         DOCUMENT.write_text(put_into(DOCUMENT.read_text(), script, table))
-    return 0 if all(row.met or row.reach for row in rows) else 1
+    missed = [row.name for row in rows if not (row.met or row.reach)]
+    print(f"{len(missed)} limits not met" if missed else "all limits met")
+    return 1 if missed else 0

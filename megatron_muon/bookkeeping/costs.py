@@ -262,7 +262,7 @@ def choose_layout(costs: Sequence[LayoutCosts], memory_nbytes: int) -> LayoutCho
         costs: The layouts, the preferred one first.
         memory_nbytes: Memory of a rank.
     """
-    numbers = "; ".join(map(str, costs)) + " on its worst rank"
+    numbers = "; ".join(map(str, costs)) + ", as predicted for the worst rank of each"
     fitting = [cost for cost in costs if cost.memory_nbytes <= memory_nbytes]
     if not fitting:
         least = min(costs, key=lambda cost: cost.memory_nbytes)
@@ -276,4 +276,6 @@ def choose_layout(costs: Sequence[LayoutCosts], memory_nbytes: int) -> LayoutCho
     equal = [cost for cost in fitting if cost.seconds <= fastest * (1 + _NOTICEABLE)]
     best = min(equal, key=lambda cost: cost.memory_nbytes)
     why = "its step is the fastest" if len(equal) == 1 else "of equally fast ones it keeps least"
+    if len(equal) > 1 and len({cost.memory_nbytes for cost in equal}) == 1:
+        why = "all are equally fast and keep as much"
     return LayoutChoice(best.layout, f"{why}: {numbers}")

@@ -121,6 +121,9 @@ def _lines(
         f"max/mean {summary['flops_max_over_mean']:.3f}, elements held max/mean "
         f"{summary['numel_max_over_mean']:.3f}, padding {summary['padding_ratio']:.3f}"
     )
+    if settings.share_blocks:
+        shared = sum(len(planned.homes) > 1 for plan in plans for planned in plan.matrices)
+        yield f"  {shared} matrices are each shared by several ranks (--muon-share-blocks)"
     yield f"  gradients: {_gradients(optimizer, settings)}"
     if memory.num_quantized:
         yield (

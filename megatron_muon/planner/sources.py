@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import json
 import re
@@ -178,6 +179,16 @@ _NOT_PLANNED = {
 }
 """Flags that change what is planned in ways that are not modelled, with what they mean."""
 
+MUON_FLAGS = frozenset(
+    """muon-clip muon-coefficient-type muon-exchange-dtype muon-exclude muon-extra-scale-factor
+    muon-fp32-matmul-prec muon-gather-budget-mib muon-hardware muon-include muon-layout
+    muon-match-adamw-rms muon-max-skipped-steps muon-momentum muon-momentum-dtype muon-nesterov
+    muon-no-split-qkv muon-ns-kernel muon-num-ns-steps muon-overlap-param-gather muon-report
+    muon-scalar-lr muon-scalar-min-lr muon-scalar-optimizer muon-scale-mode muon-share-blocks
+    muon-split-gated-fc1 muon-split-heads muon-tp-mode muon-use-syrk""".split()
+)
+"""Muon's flags, Megatron's and ours; a misspelt one would be passed over as others are."""
+
 _LATENT_DEFAULTS = {
     "q_lora_rank": 512, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
@@ -255,6 +266,11 @@ def _changed(source: Source, flags: Flags, where: str) -> Source:
                 f"{where}: --{flag} asks for {what}, which is not planned: drop it to plan the "
                 "rest."
             )
+    for flag in flags:
+        if flag.startswith("muon-") and flag not in MUON_FLAGS:
+            near = difflib.get_close_matches(flag, MUON_FLAGS, n=1)
+            advice = f"Did you mean --{near[0]}?" if near else "Drop it."
+            raise ConfigurationError(f"{where}: there is no flag --{flag}. {advice}")
     model: dict[str, Any] = {}
     for flag, (name, convert) in _MODEL_VALUES.items():
         if flag in flags:

@@ -49,7 +49,7 @@ def lines_of(report: JobReport, num_rows: int) -> Iterator[str]:
     )
     yield ""
     num_shared = sum(stage.num_shared for stage in report.stages)
-    if num_shared:
+    if report.job.settings.share_blocks:
         yield f"{num_shared} matrices are each shared by several ranks (--muon-share-blocks)"
         yield ""
     yield from _table(

@@ -1,12 +1,14 @@
 """Where the planner's model comes from: config.json, Megatron's flags, files of them."""
 
+import argparse
 import json
 
 import pytest
 
 from megatron_muon.errors import ConfigurationError, UnsupportedError
+from megatron_muon.integration.install import install, uninstall
 from megatron_muon.planner.models import BUILT_IN
-from megatron_muon.planner.sources import from_hugging_face, parse_flags, read_source
+from megatron_muon.planner.sources import MUON_FLAGS, from_hugging_face, parse_flags, read_source
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
@@ -193,3 +195,22 @@ def test_files_that_are_no_model_are_refused(tmp_path):
         read_source("llama4", [])
     with pytest.raises(ConfigurationError, match="no model: give one of gpt2-124m"):
         read_source(None, [])
+
+
+def test_muon_flags_are_those_of_the_command_line():
+    """The planner imports neither Megatron nor what declares our flags."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    install(device="cpu")
+    try:
+        from megatron.training.arguments import add_megatron_arguments
+
+        add_megatron_arguments(parser)
+    finally:
+        uninstall()
+    options = [option for action in parser._actions for option in action.option_strings]
+    assert {o.removeprefix("--") for o in options if o.startswith("--muon-")} == MUON_FLAGS
+
+
+def test_a_misspelt_muon_flag_is_refused():
+    with pytest.raises(ConfigurationError, match="Did you mean --muon-share-blocks"):
+        read_source("llama3-8b", ["--muon-shareblocks"])
