@@ -13,10 +13,9 @@ The first rule that applies decides:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase, translate
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from megatron_muon.bookkeeping.matrix import HEAD_SUFFIX, LogicalMatrix
@@ -36,8 +35,6 @@ SCALAR_BY_NAME: tuple[tuple[str, str], ...] = (
 """Globs over names of what may have two dimensions and is no hidden layer's matrix, each with the
 reason: rows that are looked up one by one, scores of experts, stacks of vectors. Megatron 0.19.2
 marks none of them."""
-
-_IS_SCALAR_BY_NAME = re.compile("|".join(translate(glob) for glob, _ in SCALAR_BY_NAME))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +122,9 @@ def decide(facts: ParamFacts, rules: RoutingRules) -> tuple[Optimizer, str]:
         return "scalar", "attribute use_muon=False"
     if facts.is_embedding_or_output:
         return "scalar", "embedding or output layer"
-    if _IS_SCALAR_BY_NAME.match(facts.name):
-        return "scalar", next(why for glob, why in SCALAR_BY_NAME if fnmatchcase(facts.name, glob))
+    for glob, reason in SCALAR_BY_NAME:
+        if fnmatchcase(facts.name, glob):
+            return "scalar", reason
     if facts.is_matrix:
         return "muon", f"{facts.shape[0]} experts" if facts.is_expert_stack else "matrix"
     return "scalar", "no elements" if 0 in facts.shape else f"{len(facts.shape)}-dimensional"
