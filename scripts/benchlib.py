@@ -140,6 +140,11 @@ def main(
         help="put the rows that have a limit into docs/performance.md",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    script = Path(parser.prog).name
+    if options.document:  # before hours of measuring
+        put_into(DOCUMENT.read_text(), script, "")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
     print(machine(), flush=True)
     rows = []
     for row in measure(options.quick):
@@ -151,7 +156,6 @@ def main(
         print(markdown(rows))
     if options.document:
         table = f"{machine()}.\n\n{markdown(row for row in rows if row.limit is not None)}"
-        script = Path(parser.prog).name
         DOCUMENT.write_text(put_into(DOCUMENT.read_text(), script, table))
     missed = [row.name for row in rows if not (row.met or row.reach)]
     print(f"{len(missed)} limits not met" if missed else "all limits met")

@@ -327,15 +327,15 @@ def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple
         cost["held", home.dp, home.tp] += (
             _GRAMS_IN_THE_MAKING * min(planned.whole.matrix.shape) ** 2
         )
-    for tp in range(tp_size):
-        for piece in planned.owned.pieces:
-            if piece.rank != home.dp:
-                numel = planned.owned.held_range(piece, tp).numel
-                cost["row", piece.rank, tp] += numel
+    held = [matrix.held_numel(tp) for tp in range(tp_size)]
+    for rank, start, end in planned.owned.spans():
+        if rank != home.dp:
+            for tp in range(tp_size):
+                numel = min(end, held[tp]) - min(start, held[tp])
+                cost["row", rank, tp] += numel
                 cost["row", home.dp, tp] += numel
     if not spread.whole:
         return cost
-    held = [matrix.held_numel(tp) for tp in range(tp_size)]
     if spread.everywhere:  # each rank sends its shard to all others
         if matrix.is_cut:
             for tp in range(tp_size):

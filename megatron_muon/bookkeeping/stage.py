@@ -32,6 +32,9 @@ LAYOUTS = {"owner": owner_layout, "flat": flat_layout}
 DEFAULT_BUDGET_NBYTES = 64 * 2**20
 """What a rank may send and receive in one collective unless the user says otherwise."""
 
+MIN_BUDGET_MIB = 4 / 1024
+"""A page: below it even the smallest matrices would travel one by one."""
+
 _FP32_NBYTES = 4
 _ADAM_NBYTES = 8
 _GRAM_SUMS = 2

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_muon.bookkeeping.dist_meta import ParamRange
 from megatron_muon.bookkeeping.plan import Grid, GridSize, PlannedMatrix
-from megatron_muon.bookkeeping.schedule import (
-    Spread,
-    Transfer,
-    cut_into_rounds,
-    micro_groups_of,
-)
+from megatron_muon.bookkeeping.schedule import Spread, micro_groups_of
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
 _FP32_NBYTES = 4
@@ -74,30 +67,28 @@ def _rounds(
         budget_nbytes // _FP32_NBYTES, by_bucket, overlapped=True,
     )  # fmt: skip
     for indices in groups:
-        members = [(index, plan[index]) for index in indices]
+        members = [plan[index] for index in indices]
+
+        def rounds(numel: int, is_alone: bool = len(members) == 1) -> int:
+            """Return the rounds of a hop: one, unless of a matrix, all of which meets its home."""
+            return -(-numel // budget) if is_alone else min(numel, 1)
+
+        away = [(planned, _away_numel(planned)) for planned in members]
         for tp in columns:
-            back = list(chain.from_iterable(_pieces_moved(*member) for member in members))
-            there = [t for t in back if plan[t.index].matrix.is_cut or tp == plan[t.index].home.tp]
-            in_column[tp] += sum(len(cut_into_rounds(hop, budget)) for hop in (there, back))
-        for row in {planned.home.dp for _, planned in members} if size.tp > 1 else ():
-            back = [
-                Transfer(index, tp, ParamRange(0, planned.matrix.local_numel), planned.home.tp, tp)
-                for index, planned in members
-                if planned.home.dp == row
-                for tp in range(size.tp)
-                if tp != planned.home.tp
-            ]
-            there = [t for t in back if plan[t.index].matrix.is_cut]
-            in_row[row] += sum(len(cut_into_rounds(hop, budget)) for hop in (there, back))
-        parts = [planned for _, planned in members if isinstance(planned, PlannedPart)]
+            there = (n for planned, n in away if planned.matrix.is_cut or tp == planned.home.tp)
+            in_column[tp] += rounds(sum(n for _, n in away)) + rounds(sum(there))
+        for row in {planned.home.dp for planned in members} if size.tp > 1 else ():
+            here = [planned.matrix for planned in members if planned.home.dp == row]
+            back = sum(matrix.local_numel for matrix in here)
+            cut = sum(matrix.local_numel for matrix in here if matrix.is_cut)
+            in_row[row] += rounds((size.tp - 1) * back) + rounds((size.tp - 1) * cut)
+        parts = [planned for planned in members if isinstance(planned, PlannedPart)]
         for line in {(p.is_in_row, p.home.dp if p.is_in_row else p.home.tp) for p in parts}:
             (in_row if line[0] else in_column)[line[1]] += _PER_SHARED_GROUP
     return max(in_column.values()) + max(in_row.values(), default=0)
 
 
-def _pieces_moved(index: int, planned: PlannedMatrix) -> Iterator[Transfer]:
-    """Yield the pieces of one shard that travel from the home's data-parallel rank to others."""
-    home = planned.home.dp
-    for rank, start, end in planned.owned.spans():
-        if rank != home:
-            yield Transfer(index, 0, ParamRange(start, end), home, rank)
+def _away_numel(planned: PlannedMatrix) -> int:
+    """Return the elements of one shard that the home's data-parallel rank does not hold."""
+    here = planned.owned.piece_of(planned.home.dp)
+    return planned.matrix.local_numel - (here.range.numel if here is not None else 0)

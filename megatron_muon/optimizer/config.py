@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.bookkeeping.costs import HARDWARE, ON_CPU, ON_CUDA, find_hardware
 from megatron_muon.bookkeeping.routing import SplitRules
-from megatron_muon.bookkeeping.stage import DEFAULT_BUDGET_NBYTES
+from megatron_muon.bookkeeping.stage import DEFAULT_BUDGET_NBYTES, MIN_BUDGET_MIB
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.optimizer.compatibility import Chosen, check_pairs, only_layout, our_layout
 from megatron_muon.optimizer.host_values import check_host_values
@@ -29,8 +29,6 @@ SCALAR_OPTIMIZERS = ("adam", "lion")
 
 DEFAULT_MAX_SKIPPED_STEPS = 10
 DEFAULT_GATHER_BUDGET_MIB = DEFAULT_BUDGET_NBYTES // 2**20
-MIN_GATHER_BUDGET_MIB = 4 / 1024
-"""A page: below it even the smallest matrices would travel one by one."""
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--muon-layout": dict(
@@ -509,9 +507,9 @@ def _gather_budget_nbytes(config: OptimizerConfig) -> int:
     budget_mib: float | None = getattr(config, "muon_gather_budget_mib", None)
     if budget_mib is None:
         budget_mib = DEFAULT_GATHER_BUDGET_MIB
-    if not MIN_GATHER_BUDGET_MIB <= budget_mib < math.inf:
+    if not MIN_BUDGET_MIB <= budget_mib < math.inf:
         raise ConfigurationError(
-            f"--muon-gather-budget-mib is {budget_mib}: expected {MIN_GATHER_BUDGET_MIB} MiB "
+            f"--muon-gather-budget-mib is {budget_mib}: expected {MIN_BUDGET_MIB} MiB "
             "(4 KiB) or more."
         )
     return int(budget_mib * 2**20)

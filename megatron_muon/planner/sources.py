@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.bookkeeping.routing import RoutingRules, SplitRules
+from megatron_muon.bookkeeping.stage import MIN_BUDGET_MIB
 from megatron_muon.errors import ConfigurationError, HostError, UnsupportedError
 from megatron_muon.planner.job import PlanSettings
 from megatron_muon.planner.models import BUILT_IN, ModelSpec
@@ -73,7 +75,10 @@ def read_source(given: str | None, flags: Sequence[str]) -> Source:
         raise ConfigurationError(
             f"{given}: no such file, and no built-in model; those are {', '.join(BUILT_IN)}."
         )
-    text = path.read_text()
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{given}: cannot be read as text ({error}).") from None
     if path.suffix == ".json":
         return _changed(Source(from_hugging_face(_as_json(text, given), given)), more, given)
     words = _yaml_words(text, given) if path.suffix in (".yaml", ".yml") else _words(text, given)
@@ -316,14 +321,12 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
     for flag, name in (("muon-num-ns-steps", "num_ns_steps"), ("ddp-bucket-size", "bucket_numel")):
         if flag in flags:
             changes[name] = _integer(flag, _one(flags, flag))
+            if changes[name] < 1:
+                raise ConfigurationError(
+                    f"--{flag} is {changes[name]}: expected an integer of 1 or more."
+                )
     if "muon-gather-budget-mib" in flags:
-        budget = _one(flags, "muon-gather-budget-mib")
-        try:
-            changes["budget_nbytes"] = int(float(budget) * 2**20)
-        except ValueError:
-            raise ConfigurationError(
-                f"--muon-gather-budget-mib is {budget!r}: expected a number."
-            ) from None
+        changes["budget_nbytes"] = _budget_nbytes(_one(flags, "muon-gather-budget-mib"))
     for flag, name in (
         ("muon-exchange-dtype", "exchange_nbytes"), ("muon-momentum-dtype", "momentum_nbytes"),
     ):  # fmt: skip
@@ -349,6 +352,19 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
         by_bucket="muon-overlap-param-gather" in flags,
         **changes,
     )
+
+
+def _budget_nbytes(value: str) -> int:
+    """Return ``--muon-gather-budget-mib`` in bytes, refused where a run refuses it."""
+    try:
+        budget_mib = float(value)
+    except ValueError:
+        budget_mib = math.nan
+    if not MIN_BUDGET_MIB <= budget_mib < math.inf:
+        raise ConfigurationError(
+            f"--muon-gather-budget-mib is {value!r}: expected {MIN_BUDGET_MIB} MiB (4 KiB) or more."
+        )
+    return int(budget_mib * 2**20)
 
 
 def _one(flags: Flags, flag: str, default: str | None = None) -> str:
