@@ -235,7 +235,7 @@ class MuonChain(ChainedOptimizer):
             leaf.optimizer.done = self._early_gathers.done
 
     def _end_early_gathers(self) -> None:
-        """End gathers that no forward pass has waited for, in a step that starts none; collective.
+        """End gathers of the last step that no forward pass has waited for; collective.
 
         DDP forgets between steps that they were started, and would start them once more.
         """
@@ -252,6 +252,7 @@ class MuonChain(ChainedOptimizer):
         timers = self._phase_timers()
         for account in self._accounts:
             account.is_read |= bool(timers)
+        self._end_early_gathers()
         early = self._early_gathers
         with nullcontext() if early is None else early.step():
             success = super().step_with_ready_grads()

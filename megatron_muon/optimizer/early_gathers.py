@@ -91,10 +91,11 @@ class EarlyGathers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Start every gather within a ``with`` block in which all optimizers step; collective."""
+        """Start every gather within a ``with`` block in which all optimizers step; collective.
+
+        None is under way when it begins.
+        """
         for group in self._all:
-            if group.param_gather_handle is not None:  # no forward pass since the last step
-                group.start_param_sync(force_sync=True)
             group.param_gather_dispatched = False
         self._left = [set(gathered.matrices) for gathered in self._of_matrices]
         self._is_stepping = True
