@@ -118,8 +118,8 @@ class Stages:
         """Into how many parts micro-groups that overlap cut the budget.
 
         One group is worked on while ``num_in`` come and ``num_out`` go. Unpipelined, whole matrices
-        and the buffers of a collective take up to the budget each; ``1 + num_in + num_out`` groups
-        of such a part each take no more than both.
+        and the buffers of a hop take up to the budget each; ``1 + num_in + num_out`` groups of such
+        a part each take no more than both.
         """
         return 1 + max(self.num_in, self.num_out)
 
@@ -189,7 +189,7 @@ def make_schedule(
     for indices in micro_groups_of(
         plan, tp_size, spread, budget_numel, held_numel, by_bucket, overlapped
     ):
-        hops = _Hops(position, spread)
+        hops = Hops(position, spread)
         for index in indices:
             hops.add(index, plan[index])
         schedule.append(
@@ -255,8 +255,9 @@ def cut_into_micro_groups(
     """Cut the matrices into runs that every rank of the grid works on at the same time.
 
     Homes take turns, so that each has work in every run. A run ends before a rank would hold what
-    it works on, or send and receive in one hop, beyond the budget, unless of a single matrix. The
-    parts of a shared matrix are in one run.
+    it works on, or send and receive in one hop, beyond the budget, or beyond what every home needs
+    for the largest matrix if that is more: however small the budget, no home waits for another to
+    be done. The parts of a shared matrix are in one run.
 
     Args:
         plan: The matrices of the grid, ordered by name; parts in the place of shared ones.
@@ -266,18 +267,25 @@ def cut_into_micro_groups(
         held_numel: Elements that a rank may hold at a time, as many if ``None``.
         by_bucket: Whether all matrices of a bucket come before those of the next.
     """
+    order = _in_turns(plan, spread, by_bucket)
+    costs = [_cost_of_all((plan[i] for i in together), tp_size, spread) for together in order]
+    limits = {
+        "held": budget_numel if held_numel is None else held_numel,
+        "row": budget_numel,
+        "home": budget_numel,
+    }
+    # A home that receives its own matrix sends as much of the others', and a data-parallel rank
+    # moves its shards for every home of its row.
+    homes_in_row = 1 if spread.everywhere else tp_size
+    needs = {"held": 1, "row": 2 * homes_in_row, "home": 2}
+    for cost in costs:
+        for (kind, *_), numel in cost.items():
+            limits[kind] = max(limits[kind], needs[kind] * numel)
     groups: list[tuple[int, ...]] = []
     run: list[int] = []
     load: Counter[tuple[str, int, int]] = Counter()
-    for together in _in_turns(plan, spread, by_bucket):
-        cost: Counter[tuple[str, int, int]] = Counter()
-        for index in together:
-            cost.update(_cost(plan[index], tp_size, spread))
-        limits = {"held": budget_numel if held_numel is None else held_numel}
-        if run and any(
-            load[place] + numel > limits.get(place[0], budget_numel)
-            for place, numel in cost.items()
-        ):
+    for together, cost in zip(order, costs, strict=True):
+        if run and any(load[place] + numel > limits[place[0]] for place, numel in cost.items()):
             groups.append(tuple(run))
             run = []
             load.clear()
@@ -286,6 +294,15 @@ def cut_into_micro_groups(
     if run:
         groups.append(tuple(run))
     return groups
+
+
+def _cost_of_all(
+    together: Iterable[PlannedMatrix], tp_size: int, spread: Spread
+) -> Counter[tuple[str, int, int]]:
+    cost: Counter[tuple[str, int, int]] = Counter()
+    for planned in together:
+        cost.update(_cost(planned, tp_size, spread))
+    return cost
 
 
 def _in_turns(
@@ -346,10 +363,23 @@ def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple
     return cost
 
 
-class _Hops:
-    """Collects the transfers that one rank's groups make for a micro-group."""
+class Hops:
+    """Collects the transfers that one rank's groups make for a micro-group.
+
+    Attributes:
+        to_row: Pieces to shards, over the data-parallel group.
+        to_home: Shards to the whole, over the tensor-parallel group.
+        from_home: The update to its shards.
+        from_row: Shards to pieces.
+    """
 
     def __init__(self, position: Position, spread: Spread) -> None:
+        """Collect for the groups of a rank.
+
+        Args:
+            position: The rank.
+            spread: Where Newton-Schulz runs.
+        """
         self._at, self._spread = position, spread
         self.to_row: list[Transfer] = []
         self.to_home: list[Transfer] = []
@@ -357,9 +387,14 @@ class _Hops:
         self.from_row: list[Transfer] = []
 
     def add(self, index: int, planned: PlannedMatrix) -> None:
-        """Add the transfers of one matrix in which this rank's groups take part."""
-        at, home, matrix = self._at, planned.home, planned.matrix
-        is_cut = matrix.is_cut
+        """Add the transfers of one matrix, by its place in the plan."""
+        self.add_over_data(index, planned)
+        self.add_over_tensor(index, planned)
+
+    def add_over_data(self, index: int, planned: PlannedMatrix) -> None:
+        """Add those over the rank's data-parallel group alone."""
+        at, home = self._at, planned.home
+        is_cut = planned.matrix.is_cut
         one_copy = not is_cut and not self._spread.everywhere
         for piece in planned.owned.pieces:
             if piece.rank == home.dp:
@@ -369,11 +404,13 @@ class _Hops:
             if not one_copy or at.tp == home.tp:
                 self.to_row.append(Transfer(index, shard, range_, piece.rank, home.dp))
             self.from_row.append(Transfer(index, shard, range_, home.dp, piece.rank))
-        if at.dp == home.dp and self._spread.whole:
-            self._add_row(index, planned, is_cut)
 
-    def _add_row(self, index: int, planned: PlannedMatrix, is_cut: bool) -> None:
+    def add_over_tensor(self, index: int, planned: PlannedMatrix) -> None:
+        """Add those over the rank's tensor-parallel group alone."""
+        if self._at.dp != planned.home.dp or not self._spread.whole:
+            return
         ranks, home = range(self._at.tp_size), planned.home.tp
+        is_cut = planned.matrix.is_cut
         held = [ParamRange(0, planned.matrix.held_numel(tp)) for tp in ranks]
         targets = ranks if self._spread.everywhere else [home]
         if is_cut:

@@ -56,6 +56,7 @@ class StepSettings:
         share_blocks: Whether several ranks work on a block together that is more than a rank's
             share.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
+        overlapped: Whether micro-groups overlap.
     """
 
     num_ns_steps: int = 5
@@ -66,6 +67,7 @@ class StepSettings:
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     share_blocks: bool = False
     by_bucket: bool = False
+    overlapped: bool = True
 
 
 def bucket_numel_of(
@@ -393,6 +395,7 @@ def stage_costs(stage: Stage, settings: StepSettings, machine: Hardware) -> Stag
             exchange_nbytes=settings.exchange_nbytes,
             budget_nbytes=settings.budget_nbytes,
             by_bucket=settings.by_bucket,
+            overlapped=settings.overlapped,
         ),
     )
     return StageCosts(
@@ -430,13 +433,6 @@ def _hops(loads: RankLoads) -> int:
     return any(loads.data_numel) + any(loads.tensor_numel)
 
 
-def _group_numel(loads: RankLoads, settings: StepSettings) -> int:
-    """Return the elements that a micro-group may have: several overlap, and share the budget."""
-    budget = settings.budget_nbytes // _FP32_NBYTES
-    is_one = max(loads.worked, default=0) <= budget
-    return budget if is_one else budget // (1 + _hops(loads))
-
-
 def _memory(stage: Stage, settings: StepSettings, loads: RankLoads, scalar_held: int) -> Memory:
     numel = sum(buffer.layout.numel for buffer in stage.buffers)
     held = max(loads.held, default=0)
@@ -452,12 +448,13 @@ def _memory(stage: Stage, settings: StepSettings, loads: RankLoads, scalar_held:
 
 
 def _scratch(stage: Stage, settings: StepSettings, loads: RankLoads) -> int:
-    """Return an estimate of the bytes of a micro-group.
+    """Return an estimate of the bytes that a step takes at a time.
 
-    The whole matrices that a rank works on at a time are within the budget, or one matrix; beside
-    them lie the shards before and after, what is sent and received, of other groups too where there
-    are several, and the workspace of Newton-Schulz on the largest block: a copy of it and three of
-    its Gram matrix, in fp32.
+    The whole matrices that a rank works on at a time are within its micro-group's part of the
+    budget, or one matrix. Beside them there is either as much again of shards and what is received
+    while they come together, or what Newton-Schulz of the largest block works in: in fp32 a copy of
+    it and four of its Gram matrix. Of groups that overlap, one is worked on while of one for each
+    other hop lies there what is sent, what is received and what stays.
     """
     units = {
         (p.matrix.shape, p.matrix.blocks): p for p in units_of(chain(stage.shared, stage.experts))
@@ -465,14 +462,18 @@ def _scratch(stage: Stage, settings: StepSettings, loads: RankLoads) -> int:
     if not units:
         return 0
     largest = max(unit.matrix.numel for unit in units.values())
-    worked = max(loads.worked)
-    whole = min(worked, max(largest, _group_numel(loads, settings)))
-    moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))), whole)
-    hops_under_way = 2 * max(1, _hops(loads))
+    worked, budget = max(loads.worked), settings.budget_nbytes // _FP32_NBYTES
     shapes = {(*shape, min(_gram_of(unit, shape))) for unit in units.values()
               for shape in unit.matrix.block_shapes()}  # fmt: skip
-    block = max(rows * columns + 3 * short**2 for rows, columns, short in shapes)
-    return (3 * whole + hops_under_way * moved + block) * _FP32_NBYTES
+    block = max(rows * columns + 4 * short**2 for rows, columns, short in shapes) * _FP32_NBYTES
+    hops, is_one = _hops(loads), worked <= max(budget, largest)
+    if is_one or not hops or not settings.overlapped:
+        whole = min(worked, max(budget, largest)) * _FP32_NBYTES
+        return whole + max(block, whole if hops else 0)
+    whole = min(worked, max(budget // (1 + hops), largest))
+    moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))), whole)
+    flight = 2 * moved * settings.exchange_nbytes + (whole - moved) * _FP32_NBYTES
+    return whole * _FP32_NBYTES + block + 2 * hops * flight
 
 
 def _gram_of(unit: PlannedMatrix, shape: tuple[int, int]) -> tuple[int, int]:

@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_muon.bookkeeping.plan import Grid, GridSize, PlannedMatrix
-from megatron_muon.bookkeeping.schedule import Spread, micro_groups_of
+from megatron_muon.bookkeeping.schedule import (
+    Hops,
+    Position,
+    Spread,
+    Transfer,
+    cut_into_rounds,
+    micro_groups_of,
+)
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
 _FP32_NBYTES = 4
@@ -22,6 +29,7 @@ def collectives_of(
     exchange_nbytes: int,
     budget_nbytes: int,
     by_bucket: bool,
+    overlapped: bool,
 ) -> int:
     """Return the collectives of the exchange that the busiest rank enters in a step.
 
@@ -35,12 +43,15 @@ def collectives_of(
         exchange_nbytes: Bytes of an element that travels.
         budget_nbytes: What a rank may send and receive in one collective.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
+        overlapped: Whether micro-groups overlap.
     """
     on: dict[Grid, list[PlannedMatrix]] = {}
     for planned in matrices:
         on.setdefault(planned.owned.grid, []).append(planned)
     return sum(
-        _rounds(units_of(members), grids[grid], exchange_nbytes, budget_nbytes, by_bucket)
+        _rounds(
+            units_of(members), grids[grid], exchange_nbytes, budget_nbytes, by_bucket, overlapped
+        )
         for grid, members in on.items()
     )
 
@@ -51,6 +62,7 @@ def _rounds(
     exchange_nbytes: int,
     budget_nbytes: int,
     by_bucket: bool,
+    overlapped: bool,
 ) -> int:
     """Return the same of one grid.
 
@@ -62,33 +74,29 @@ def _rounds(
     # All columns are alike but for matrices that are not cut: those travel to their home alone.
     columns = {0} | {planned.home.tp for planned in plan if not planned.matrix.is_cut}
     in_column, in_row = Counter(dict.fromkeys(columns, 0)), Counter[int]()
+    spread = Spread(whole=True, everywhere=False)
     groups = micro_groups_of(
-        plan, size.tp, Spread(whole=True, everywhere=False), budget,
-        budget_nbytes // _FP32_NBYTES, by_bucket, overlapped=True,
-    )  # fmt: skip
+        plan, size.tp, spread, budget, budget_nbytes // _FP32_NBYTES, by_bucket, overlapped
+    )
+
+    def rounds(transfers: Sequence[Transfer]) -> int:
+        """Return the rounds of a hop: one where even all that moves is within the budget."""
+        numel = sum(transfer.range.numel for transfer in transfers)
+        return min(numel, 1) if numel <= budget else len(cut_into_rounds(transfers, budget))
+
     for indices in groups:
-        members = [plan[index] for index in indices]
-
-        def rounds(numel: int, is_alone: bool = len(members) == 1) -> int:
-            """Return the rounds of a hop: one, unless of a matrix, all of which meets its home."""
-            return -(-numel // budget) if is_alone else min(numel, 1)
-
-        away = [(planned, _away_numel(planned)) for planned in members]
+        members = [(i, plan[i]) for i in indices]
         for tp in columns:
-            there = (n for planned, n in away if planned.matrix.is_cut or tp == planned.home.tp)
-            in_column[tp] += rounds(sum(n for _, n in away)) + rounds(sum(there))
-        for row in {planned.home.dp for planned in members} if size.tp > 1 else ():
-            here = [planned.matrix for planned in members if planned.home.dp == row]
-            back = sum(matrix.local_numel for matrix in here)
-            cut = sum(matrix.local_numel for matrix in here if matrix.is_cut)
-            in_row[row] += rounds((size.tp - 1) * back) + rounds((size.tp - 1) * cut)
-        parts = [planned for planned in members if isinstance(planned, PlannedPart)]
+            hops = Hops(Position(dp=0, tp=tp, dp_size=size.dp, tp_size=size.tp), spread)
+            for i, planned in members:
+                hops.add_over_data(i, planned)
+            in_column[tp] += rounds(hops.to_row) + rounds(hops.from_row)
+        for row in {planned.home.dp for _, planned in members} if size.tp > 1 else ():
+            hops = Hops(Position(dp=row, tp=0, dp_size=size.dp, tp_size=size.tp), spread)
+            for i, planned in members:
+                hops.add_over_tensor(i, planned)
+            in_row[row] += rounds(hops.to_home) + rounds(hops.from_home)
+        parts = [planned for _, planned in members if isinstance(planned, PlannedPart)]
         for line in {(p.is_in_row, p.home.dp if p.is_in_row else p.home.tp) for p in parts}:
             (in_row if line[0] else in_column)[line[1]] += _PER_SHARED_GROUP
     return max(in_column.values()) + max(in_row.values(), default=0)
-
-
-def _away_numel(planned: PlannedMatrix) -> int:
-    """Return the elements of one shard that the home's data-parallel rank does not hold."""
-    here = planned.owned.piece_of(planned.home.dp)
-    return planned.matrix.local_numel - (here.range.numel if here is not None else 0)

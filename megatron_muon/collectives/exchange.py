@@ -77,9 +77,6 @@ class Wire:
         return self.budget_nbytes // self.dtype.itemsize
 
 
-Launched = tuple[Round, dist.Work, torch.Tensor, torch.Tensor]
-"""A round under way: what is waited for, and the buffers that are sent and received."""
-
 Pack = Callable[[Transfer, torch.Tensor], None]
 """Fills a flat buffer with what a transfer sends."""
 
@@ -130,6 +127,22 @@ class Exchange:
             flight.land(unpack)
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A round that was launched.
+
+    Attributes:
+        round_: The round.
+        receive: What is received into.
+        under_way: What is waited for and what is sent, ``None`` once it has been waited for: the
+            first holds the second.
+    """
+
+    round_: Round
+    receive: torch.Tensor
+    under_way: tuple[dist.Work, torch.Tensor] | None
+
+
 class Flight:
     """Transfers on their way; made by :meth:`Exchange.start`.
 
@@ -149,15 +162,23 @@ class Flight:
         """Launch the first rounds, at most ``num_at_once`` of them."""
         self._group, self._wire = exchange.group, exchange.wire
         self._pack, self._packed = pack, packed
-        self._waiting, self._launched = deque(rounds), deque[Launched]()
+        self._waiting, self._launched = deque(rounds), deque[_Launched]()
         if not rounds:
             packed()
         try:
-            for _ in rounds[:num_at_once]:
-                self._launch()
+            self._launch(num_at_once)
         except BaseException:
             self.give_up()
             raise
+
+    def wait(self) -> None:
+        """Wait for the rounds that are under way; what they sent from goes back to the arena."""
+        for launched in self._launched:
+            if launched.under_way is not None:
+                work, send = launched.under_way
+                work.wait()
+                launched.under_way = None
+                self._wire.arena.give_back(send)
 
     def land(self, unpack: Unpack) -> None:
         """Wait for every transfer.
@@ -167,17 +188,14 @@ class Flight:
                 scratch, so it copies.
         """
         while self._launched:
-            round_, work, send, receive = self._launched[0]
-            work.wait()
-            self._launched.popleft()
+            self.wait()
+            landed = self._launched.popleft()
             try:
-                for transfer, part in _parts(round_.incoming, receive):
+                for transfer, part in _parts(landed.round_.incoming, landed.receive):
                     unpack(transfer, part)
             finally:
-                self._wire.arena.give_back(send)
-                self._wire.arena.give_back(receive)
-            if self._waiting:
-                self._launch()
+                self._wire.arena.give_back(landed.receive)
+            self._launch(1)
 
     def __enter__(self) -> Flight:
         return self
@@ -188,33 +206,50 @@ class Flight:
     def give_up(self) -> None:
         """Forget what is under way."""
         while self._launched:
-            _, _, send, receive = self._launched.popleft()
-            self._wire.arena.give_up(send)
-            self._wire.arena.give_up(receive)
+            launched = self._launched.popleft()
+            if launched.under_way is not None:
+                self._wire.arena.give_up(launched.under_way[1])
+            self._wire.arena.give_up(launched.receive)
 
-    def _launch(self) -> None:
-        """Pack the next round and launch it."""
-        round_, wire = self._waiting.popleft(), self._wire
-        send, receive = (
-            wire.arena.take(sum(numels), wire.dtype, wire.device)
-            for numels in (round_.sent, round_.received)
-        )
+    def _launch(self, number: int) -> None:
+        """Pack the next rounds and launch them.
+
+        What is received into is taken after all are packed: if nothing waits any more, what they
+        were packed from may be free by then.
+        """
+        packed: deque[tuple[Round, torch.Tensor]] = deque()
+        arena = self._wire.arena
         try:
-            for transfer, part in _parts(round_.outgoing, send):
-                self._pack(transfer, part)
+            while self._waiting and len(packed) < number:
+                round_ = self._waiting.popleft()
+                send = arena.take(sum(round_.sent), self._wire.dtype, self._wire.device)
+                packed.append((round_, send))
+                for transfer, part in _parts(round_.outgoing, send):
+                    self._pack(transfer, part)
+            if packed and not self._waiting:
+                self._packed()
+            while packed:
+                self._launch_packed(*packed[0])
+                packed.popleft()
+        except BaseException:
+            for _, send in packed:
+                arena.give_up(send)
+            raise
+
+    def _launch_packed(self, round_: Round, send: torch.Tensor) -> None:
+        wire = self._wire
+        receive = wire.arena.take(sum(round_.received), wire.dtype, wire.device)
+        try:
             work = dist.all_to_all_single(
                 receive, send, list(round_.received), list(round_.sent), group=self._group,
                 async_op=True,
             )  # fmt: skip
         except BaseException:
-            wire.arena.give_up(send)
             wire.arena.give_up(receive)
             raise
         assert work is not None
-        self._launched.append((round_, work, send, receive))
+        self._launched.append(_Launched(round_, receive, (work, send)))
         wire.traffic.count(receive.nbytes, send.nbytes + receive.nbytes)
-        if not self._waiting:
-            self._packed()
 
 
 def _parts(

@@ -35,8 +35,8 @@ from megatron_muon.optimizer.shared import SharedBlocks
 from megatron_muon.optimizer.station import Station
 from megatron_muon.optimizer.together import orthogonalize_together
 
-Read = Callable[[PlannedMatrix], torch.Tensor]
-"""Returns what is orthogonalized of this rank's piece of a matrix, flat, fp32; scratch."""
+Read = Callable[[PlannedMatrix, torch.Tensor], None]
+"""Writes what is orthogonalized of this rank's piece of a matrix to a flat fp32 tensor."""
 
 Apply = Callable[[PlannedMatrix, torch.Tensor], None]
 """Takes the update of this rank's piece of a matrix, flat, fp32; it is scratch."""
@@ -146,8 +146,10 @@ class Engine:
 
     def _step_by_gather(self, i: int, read: Read, apply: Apply, scratch: ExitStack) -> None:
         planned, range_ = self.plan[i], self._ranges.get(i)
-        with self.station.account.phase("momentum"):
-            own = None if range_ is None else self._input(planned, read)
+        own = None if range_ is None else self.station.borrow(range_.numel, scratch)
+        if own is not None:
+            with self.station.account.phase("momentum"):
+                self._read_one(planned, own, read)
         update = gathered_update(self.station, planned, range_, own, scratch)
         if update is not None:
             with self.station.account.phase("update"):
@@ -184,22 +186,25 @@ class Engine:
 
     def _read(self, group: MicroGroup, read: Read, inputs: Loans) -> None:
         """Read what is orthogonalized of this rank's pieces; one of a shared matrix is cut."""
-        wholes: dict[str, torch.Tensor] = {}
-        for i in group.held:
-            planned = self.plan[i]
-            if not isinstance(planned, PlannedPart):
-                inputs[i] = self._input(planned, read)
-                continue
-            name = planned.whole.matrix.name
-            if name not in wholes:
-                wholes[name] = self._input(planned.whole, read)
-            views = self._views(planned, wholes[name])
-            if len(views) == 1 and views[0].is_contiguous():
-                inputs[i] = views[0].flatten()
-                continue
-            place = inputs.borrow(i, self._ranges[i].numel)
-            for part, view in zip(_like(views, place), views, strict=True):
-                part.copy_(view)
+        with self.station.loans() as wholes:
+            for i in group.held:
+                planned = self.plan[i]
+                place = inputs.borrow(i, self._ranges[i].numel)
+                if not isinstance(planned, PlannedPart):
+                    self._read_one(planned, place, read)
+                    continue
+                first = i - planned.number
+                if first not in wholes:
+                    name = planned.whole.matrix.name
+                    whole = wholes.borrow(first, self._held[name].numel)
+                    self._read_one(planned.whole, whole, read)
+                views = self._views(planned, wholes[first])
+                for part, view in zip(_like(views, place), views, strict=True):
+                    part.copy_(view)
+
+    def _read_one(self, planned: PlannedMatrix, out: torch.Tensor, read: Read) -> None:
+        read(planned, out)
+        self.station.round_(out)
 
     def _apply(self, pieces: Loans, apply: Apply) -> None:
         """Apply the updates of this rank's pieces; of a shared matrix, that of all its parts."""
@@ -228,9 +233,6 @@ class Engine:
         start = self._held[matrix.name].start
         return list(part_of_piece(piece, start, columns, long_dim(matrix), part.lines))
 
-    def _input(self, planned: PlannedMatrix, read: Read) -> torch.Tensor:
-        return self.station.round_(read(planned))
-
     def _to_row(self, number: int, inputs: Loans, shards: Loans) -> Life:
         """Bring the pieces of each matrix to its home's data-parallel rank, a flat shard each."""
         group, account = self.schedule[number], self.station.account
@@ -250,6 +252,7 @@ class Engine:
             if self.stages.to_row:
                 yield
             with account.phase("exchange"):
+                flight.wait()
                 for i in group.in_row:
                     planned = self.plan[i]
                     if not planned.matrix.is_cut and not self.is_home(planned):
@@ -283,6 +286,7 @@ class Engine:
             if self.stages.to_row:
                 yield
             with account.phase("exchange"):
+                flight.wait()
                 for i in group.held:
                     range_ = self._ranges[i]
                     if self.plan[i].home.dp == self.position.dp:
@@ -334,6 +338,7 @@ class Engine:
             if self.stages.to_home:
                 yield
             with account.phase("exchange"):
+                flight.wait()
                 for i in at_home:
                     matrix = self.plan[i].matrix
                     if not self.station.is_cut(matrix):
@@ -378,6 +383,7 @@ class Engine:
             if self.stages.from_home:
                 yield
             with account.phase("exchange"):
+                flight.wait()
                 for i in group.in_row:
                     if i not in updates:
                         updates.borrow(i, self._shard_numel(self.plan[i]))
@@ -401,11 +407,15 @@ class Engine:
     def _launch(
         self, hop: Hop, number: int, pack: Pack, packed: Callable[[], None] = lambda: None
     ) -> Flight:
-        """Launch a hop of a micro-group; one that nothing overlaps goes round by round."""
+        """Launch a hop of a micro-group, all of its rounds.
+
+        One after the other would not take less memory: nothing that a rank packs from is free
+        before the last of them is packed.
+        """
         exchange = self.station.rows if hop.endswith("row") else self.station.columns
         rounds: tuple[Round, ...] = getattr(self.schedule[number], hop)
         with self.station.account.phase("exchange"):
-            flight = exchange.start(rounds, pack, packed, at_once=self.is_pipelined)
+            flight = exchange.start(rounds, pack, packed)
         self.station.account.note(f"{hop} starts", number)
         return flight
 

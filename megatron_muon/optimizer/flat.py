@@ -274,7 +274,7 @@ class Muon(torch.optim.Optimizer):
             self._engines or [],
             self.account,
             self.arena,
-            lambda planned: self._input(planned, groups),
+            lambda planned, out: self._read(planned, out, groups),
             lambda planned, update: self._apply(planned, update, groups),
         )
         if not self.distributed_mode:
@@ -373,17 +373,19 @@ class Muon(torch.optim.Optimizer):
             # Groups may have other options than those that were planned for.
             self._engines = None
 
-    def _input(
-        self, planned: PlannedMatrix, groups: Mapping[torch.Tensor, dict[str, Any]]
-    ) -> torch.Tensor:
+    def _read(
+        self,
+        planned: PlannedMatrix,
+        out: torch.Tensor,
+        groups: Mapping[torch.Tensor, dict[str, Any]],
+    ) -> None:
         param = self._params[planned.matrix.name]
         group = groups[param]
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        ahead = accumulate_momentum(
+        accumulate_momentum(
             self.state[param][MOMENTUM].view(-1), grad.reshape(-1).float(), group["momentum"],
-            group["nesterov"],
+            group["nesterov"], out,
         )  # fmt: skip
-        return ahead if group["nesterov"] else ahead.clone()
 
     def _apply(
         self,
@@ -472,7 +474,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(some, group)
 
     def _step_together(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Do for whole matrices what :meth:`_input`, the engine and :meth:`_apply` do, all at once.
+        """Do for whole matrices what :meth:`_read`, the engine and :meth:`_apply` do, all at once.
 
         Calls for each small matrix would take longer than its Newton-Schulz.
         """

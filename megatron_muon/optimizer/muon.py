@@ -131,6 +131,7 @@ class OwnedMuon(torch.optim.Optimizer):
             budget_nbytes=self.settings.gather_budget_nbytes,
             exchange_dtype=_DTYPES[self.settings.exchange_dtype],
             by_bucket=self.settings.gathers_early,
+            pipelined=self.settings.overlaps_exchange,
         )
         self.engines = [
             Engine(
@@ -172,17 +173,15 @@ class OwnedMuon(torch.optim.Optimizer):
             )
         work = self._work()
 
-        def read(planned: PlannedMatrix) -> torch.Tensor:
+        def read(planned: PlannedMatrix, out: torch.Tensor) -> None:
             item = work[planned.matrix.name]
             kept = item.flat(self.state[item.param][MOMENTUM])
             momentum = kept.to(torch.float32)
-            ahead = advance_momentum(
-                momentum, item.grad(), item.group["momentum"], self.settings.nesterov
+            advance_momentum(
+                momentum, item.grad(), item.group["momentum"], self.settings.nesterov, out
             )
             if momentum is not kept:
                 kept.copy_(momentum)
-                return ahead
-            return ahead if self.settings.nesterov else ahead.clone()
 
         def apply(planned: PlannedMatrix, update: torch.Tensor) -> None:
             item = work[planned.matrix.name]

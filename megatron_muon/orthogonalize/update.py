@@ -9,7 +9,11 @@ MOMENTUM = "momentum_buffer"
 
 
 def advance_momentum(
-    momentum: torch.Tensor, grad: torch.Tensor, mu: float, nesterov: bool
+    momentum: torch.Tensor,
+    grad: torch.Tensor,
+    mu: float,
+    nesterov: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Blend the gradient into the momentum and return what is orthogonalized.
 
@@ -21,13 +25,20 @@ def advance_momentum(
         grad: Raw unscaled gradient of the same shape and dtype.
         mu: EMA factor in [0, 1).
         nesterov: Whether to look ahead.
+        out: Where the result goes, of the same shape and dtype, or the momentum itself.
     """
     momentum.lerp_(grad, 1 - mu)
-    return grad.lerp(momentum, mu) if nesterov else momentum
+    if nesterov:
+        return torch.lerp(grad, momentum, mu, out=out)
+    return momentum if out is None else out.copy_(momentum)
 
 
 def accumulate_momentum(
-    momentum: torch.Tensor, grad: torch.Tensor, mu: float, nesterov: bool
+    momentum: torch.Tensor,
+    grad: torch.Tensor,
+    mu: float,
+    nesterov: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add the gradient to the momentum and return what is orthogonalized.
 
@@ -40,9 +51,12 @@ def accumulate_momentum(
         grad: Gradient of the same shape and dtype; not written.
         mu: Factor in [0, 1).
         nesterov: Whether to look ahead.
+        out: As in :func:`advance_momentum`.
     """
     momentum.mul_(mu).add_(grad)
-    return grad.add(momentum, alpha=mu) if nesterov else momentum
+    if nesterov:
+        return torch.add(grad, momentum, alpha=mu, out=out)
+    return momentum if out is None else out.copy_(momentum)
 
 
 def apply_update(

@@ -53,7 +53,7 @@ def _update_cut_for_the_next_rank(dp: int) -> Iterator[None]:
         return view(whole, dim, stride, size, (rank + cutting) % size)
 
     with (
-        mock.patch.object(engine.Engine, "_input", restart(engine.Engine._input)),
+        mock.patch.object(engine.Engine, "_read_one", restart(engine.Engine._read_one)),
         mock.patch.object(engine.Engine, "_to_home", restart(engine.Engine._to_home)),
         mock.patch.object(station.Station, "orthogonalize", orthogonalize_and_cut),
         mock.patch.object(station, "shard_view", next_view),
@@ -119,7 +119,9 @@ def _momentum(dp: int, change: Callable[..., Any]) -> contextlib.AbstractContext
 
     original = flat.accumulate_momentum
     return mock.patch.object(
-        flat, "accumulate_momentum", lambda m, g, mu, nesterov: change(original, m, g, mu, nesterov)
+        flat,
+        "accumulate_momentum",
+        lambda m, g, mu, nesterov, out: out.copy_(change(original, m, g, mu, nesterov)),
     )
 
 

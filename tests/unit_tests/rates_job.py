@@ -102,7 +102,8 @@ def _momentum_rounded_first() -> Any:
     """What is orthogonalized is rounded to bf16, as if the momentum were blended in it."""
 
     def advance(*arguments: Any) -> torch.Tensor:
-        return update.advance_momentum(*arguments).bfloat16().float()
+        ahead = update.advance_momentum(*arguments)
+        return ahead.copy_(ahead.bfloat16())
 
     return mock.patch.object(muon, "advance_momentum", advance)
 

@@ -25,7 +25,7 @@ MODELS = {
     "fp32": LATE,
     "bf16": replace(LATE, bf16=True),
     "fp16": replace(LATE, fp16=True, loss_scales=(1.0,) * 3),
-    "bf16 TP2": replace(LATE, bf16=True, tp=2),
+    "bf16 TP2": replace(LATE, bf16=True, tp=2, layers=5),  # several turns of its four homes
     "bf16 EP2": replace(LATE, bf16=True, experts=4, ep=2),
     "bf16 builder": replace(LATE, bf16=True, wrap="builder"),
 }

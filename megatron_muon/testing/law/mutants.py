@@ -210,7 +210,7 @@ def _without_decay(apply: _Function) -> _Function:
 
 
 def _never_advances(advance: _Function) -> _Function:
-    return lambda momentum, grad, mu, nesterov: advance(momentum.clone(), grad, mu, nesterov)
+    return lambda momentum, *blended: advance(momentum.clone(), *blended)
 
 
 def _without_routers(rows: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
