@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,11 +26,48 @@ from megatron_muon.optimizer.param_layout import is_laid_out
 from megatron_muon.optimizer.report import Report, plan_summary, record_steps, routing_rows
 
 _WIDTH = 100
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 _CPU_FP8 = (
     "the CPU's MXFP8 stands in for Transformer Engine's: weights are MXFP8, activations and "
     "gradients stay bf16"
 )
+
+SETTING_FLAGS = {
+    "lr": "--lr",
+    "weight_decay": "--weight-decay",
+    "momentum": "--muon-momentum",
+    "nesterov": "--muon-nesterov",
+    "num_ns_steps": "--muon-num-ns-steps",
+    "coefficient_type": "--muon-coefficient-type",
+    "match_adamw_rms": "--muon-match-adamw-rms",
+    "scale_mode": "--muon-scale-mode",
+    "extra_scale_factor": "--muon-extra-scale-factor",
+    "matmul_precision": "--muon-fp32-matmul-prec",
+    "ns_kernel": "--muon-ns-kernel",
+    "use_syrk": "--muon-use-syrk",
+    "split_qkv": "--muon-no-split-qkv",
+    "split_gated_fc1": "--muon-split-gated-fc1",
+    "split_heads": "--muon-split-heads",
+    "share_blocks": "--muon-share-blocks",
+    "tp_mode": "--muon-tp-mode",
+    "layout": "--muon-layout",
+    "hardware": "--muon-hardware",
+    "gather_budget_mib": "--muon-gather-budget-mib",
+    "exchange_dtype": "--muon-exchange-dtype",
+    "momentum_dtype": "--muon-momentum-dtype",
+    "overlaps_exchange": "--muon-no-exchange-overlap",
+    "gathers_early": "--muon-overlap-param-gather",
+    "clip": "--muon-clip",
+    "max_skipped_steps": "--muon-max-skipped-steps",
+    "scalar_optimizer": "--muon-scalar-optimizer",
+    "scalar_lr": "--muon-scalar-lr",
+    "scalar_min_lr": "--muon-scalar-min-lr",
+    "exclude": "--muon-exclude",
+    "include": "--muon-include",
+    "report": "--muon-report",
+}
+"""The flag of each setting, in the order in which a reader looks for them."""
 
 
 def announce(
@@ -89,6 +127,32 @@ def measure(optimizer: MuonChain, model_chunks: Sequence[Any]) -> Memory:
     return measure_memory(model_chunks, optimizer.stagings, max(gathers, default=0))
 
 
+def settings_as_flags(settings: MuonSettings, config: Any) -> Iterator[str]:
+    """Yield every setting in use as a command line has it; what is unset or off is left out.
+
+    Args:
+        settings: The resolved settings.
+        config: Megatron's optimizer config, which tells in which of two ways a size was given.
+    """
+    told = settings.to_dict() | {"gather_budget_mib": settings.gather_budget_nbytes / 2**20}
+    rms = getattr(config, "muon_match_adamw_rms", None)
+    if rms is not None:
+        told |= {"match_adamw_rms": rms, "scale_mode": None, "extra_scale_factor": None}
+    for name, flag in SETTING_FLAGS.items():
+        value = told.get(name)
+        if isinstance(value, bool):
+            is_given = not value if flag.startswith("--muon-no-") else value
+            if is_given:
+                yield flag
+        elif isinstance(value, tuple):
+            yield from (f"{flag} {shlex.quote(glob)}" for glob in value)
+        elif isinstance(value, float):
+            short = f"{value:g}"
+            yield f"{flag} {short if float(short) == value else value}"
+        elif value is not None:
+            yield f"{flag} {value if isinstance(value, int) else shlex.quote(value)}"
+
+
 def _lines(
     rows: Sequence[dict[str, Any]],
     plans: Sequence[Plan],
@@ -98,12 +162,13 @@ def _lines(
     optimizer: MuonChain,
 ) -> Iterator[str]:
     yield "megatron-muon: Muon is on"
-    told = {k: v for k, v in settings.to_dict().items() if k != "layout_why"}
-    values = [f"{name}={value}" for name, value in told.items()]
-    yield from textwrap.wrap(
-        ", ".join(values), _WIDTH, initial_indent="  settings: ", subsequent_indent=12 * " ",
+    # A flag and its value stay on one line.
+    flags = [flag.replace(" ", _NO_BREAK) for flag in settings_as_flags(settings, optimizer.config)]
+    for line in textwrap.wrap(
+        " ".join(flags), _WIDTH, initial_indent="  settings: ", subsequent_indent=12 * " ",
         break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    ):  # fmt: skip
+        yield line.replace(_NO_BREAK, " ")
     if settings.layout is not None and settings.layout_why:
         choice = LayoutChoice(settings.layout, settings.layout_why)
         yield from textwrap.wrap(

@@ -11,6 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_muon.errors import ConfigurationError
+
+MOST_MLPS = 2 * 10**5
+"""Layers times experts that are planned; more would take minutes and more memory than there is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -115,6 +120,30 @@ class ModelParam:
     expert: int = -1
     is_embedding_or_output: bool = False
     is_shared: bool = False
+
+
+def check_model(model: ModelSpec) -> None:
+    """Check that the sizes of a model, each of which can be, fit each other.
+
+    Raises:
+        ConfigurationError: They do not; the message names both.
+    """
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if not model.multi_latent_attention and heads % groups:
+        raise ConfigurationError(
+            f"{model.name}: {heads} attention heads cannot share {groups} query groups (key-value "
+            "heads): expected a number of groups that divides the heads."
+        )
+    if model.position_embedding_type == "learned_absolute" and not model.max_position_embeddings:
+        raise ConfigurationError(
+            f"{model.name}: --position-embedding-type learned_absolute needs "
+            "--max-position-embeddings: add it."
+        )
+    if model.num_layers * max(1, model.num_moe_experts) > MOST_MLPS:
+        raise ConfigurationError(
+            f"{model.name}: {model.num_layers} layers of {model.num_moe_experts} experts are more "
+            f"than the {MOST_MLPS} experts in all that can be planned. Give fewer."
+        )
 
 
 def chunk_params(

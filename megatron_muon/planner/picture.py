@@ -71,12 +71,16 @@ def _draw_map(axis: Any, stage: StageNumbers) -> None:
     size = max((stage.stage.grids[p.owned.grid].dp for p in matrices), default=1)
     share = [[0.0] * size for _ in matrices]
     for row, planned in zip(share, matrices, strict=True):
+        # Over the most that one rank holds: the share of a matrix that many hold is too pale.
+        most = max(piece.range.numel for piece in planned.owned.pieces)
         for piece in planned.owned.pieces:
-            row[piece.rank] = piece.range.numel / planned.matrix.local_numel
+            row[piece.rank] = piece.range.numel / most
     if matrices:
         axis.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         dots = [(home.dp, i) for i, planned in enumerate(matrices) for home in planned.homes]
         axis.scatter(*zip(*dots, strict=True), s=6, color="crimson", label="home")
         axis.legend(loc="upper right")
     axis.set_ylabel("dense matrices, by name" if dense else "matrices, by name")
-    axis.set_xlabel("data-parallel rank (shade: share of the matrix that it holds)")
+    axis.set_xlabel(
+        "data-parallel rank (shade: what it holds of the matrix, over what the fullest does)"
+    )

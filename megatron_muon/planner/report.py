@@ -242,11 +242,14 @@ def ownership_rows(job: JobPlan) -> Iterator[dict[str, Any]]:
 def job_assumptions(job: JobPlan) -> list[str]:
     """Return what the numbers of a job take for granted, for the reader."""
     settings, said = job.settings, []
-    buckets = "with --overlap-grad-reduce" if settings.overlap else "without --overlap-grad-reduce"
-    said.append(f"buckets as {buckets}, wrapped by Megatron's {settings.wrapping} path")
+    buckets = "with" if settings.overlap else "without"
     said.append(
-        f"{job.model.transformer_impl} modules; weights of {settings.param_nbytes} bytes, "
-        f"gradients of {settings.grad_nbytes}"
+        f"a distributed optimizer; buckets as {buckets} --overlap-grad-reduce and --wrapping "
+        f"{settings.wrapping}"
+    )
+    said.append(
+        f"modules of --transformer-impl {job.model.transformer_impl}; weights of "
+        f"{settings.param_nbytes} bytes an element, gradients of {settings.grad_nbytes}"
     )
     if settings.share_blocks:
         said.append(

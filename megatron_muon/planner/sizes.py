@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_muon.errors import ConfigurationError, UnsupportedError
 from megatron_muon.planner.models import ModelSpec
+
+MOST_RANKS = 2**17
+"""Ranks of a pipeline stage that are planned: the numbers of each are added up one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,20 @@ def check_sizes(model: ModelSpec, sizes: ParallelSizes) -> None:
     for flag in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp"):
         size = getattr(sizes, flag)
         if size is not None and size < 1:
-            raise ConfigurationError(f"--{flag} is {size}: expected 1 or more.")
+            raise ConfigurationError(f"--{flag} is {size}: expected an integer of 1 or more.")
+    for flag, layers in (("first", sizes.first_layers), ("last", sizes.last_layers)):
+        if layers is not None and not 1 <= layers <= model.num_layers:
+            raise ConfigurationError(
+                f"--{flag}-stage-layers is {layers}: expected 1 to {model.num_layers}, the layers "
+                f"of {model.name}."
+            )
+    if sizes.num_stage_ranks > MOST_RANKS:
+        factors = [("--tp", sizes.tp), ("--cp", sizes.cp), ("--dp", sizes.dp)]
+        product = " x ".join(f"{flag} {size}" for flag, size in factors if size > 1)
+        raise ConfigurationError(
+            f"{product} is a pipeline stage of {sizes.num_stage_ranks} ranks; expected "
+            f"{MOST_RANKS} at most. Give smaller sizes."
+        )
     tp = sizes.tp
     _check_cut(model, tp, "--tp", "num_attention_heads", model.num_attention_heads)
     if not model.multi_latent_attention:
@@ -94,9 +112,10 @@ def check_sizes(model: ModelSpec, sizes: ParallelSizes) -> None:
         if groups % tp and tp % groups:
             raise ConfigurationError(
                 f"--tp {tp} does not fit {model.name}: its {groups} query groups are neither a "
-                f"multiple nor a divisor of it. Give one of {_divisors(groups)}."
+                f"multiple nor a divisor of it. Give one of {_listed(_divisors(groups))}."
             )
     _check_cut(model, tp, "--tp", "ffn_hidden_size", model.ffn_hidden_size)
+    _check_cut(model, tp, "--tp", "padded vocabulary", model.padded_vocab(tp))
     if model.multi_latent_attention and not model.is_te:
         # Transformer Engine's are copied on all ranks.
         _check_cut(model, tp, "--tp", "q_lora_rank", model.q_lora_rank or tp)
@@ -105,8 +124,11 @@ def check_sizes(model: ModelSpec, sizes: ParallelSizes) -> None:
     if model.num_moe_experts:
         _check_experts(model, sizes)
     elif sizes.ep > 1 or sizes.etp not in (None, tp):
+        given = [f"--ep {sizes.ep}"] if sizes.ep > 1 else []
+        given += [] if sizes.etp in (None, tp) else [f"--etp {sizes.etp}"]
         raise ConfigurationError(
-            f"--ep {sizes.ep} and --etp {sizes.expert_tp}: {model.name} has no experts. Drop both."
+            f"{' and '.join(given)} without effect: {model.name} has no experts. Drop "
+            f"{'both' if len(given) > 1 else 'it'}."
         )
     stage_layers(model, sizes, 0)
 
@@ -126,11 +148,14 @@ def stage_layers(model: ModelSpec, sizes: ParallelSizes, pp_rank: int) -> list[r
             f"--vpp {sizes.vpp} with stages of {sorted(set(counts))} layers is not planned: drop "
             "--first-stage-layers and --last-stage-layers, or --vpp."
         )
-    if sizes.pp == 1 or counts[0] % sizes.vpp:
+    if sizes.pp == 1:
+        raise ConfigurationError(
+            f"--vpp {sizes.vpp} needs several pipeline stages: give a --pp above 1, or drop --vpp."
+        )
+    if counts[0] % sizes.vpp:
         raise ConfigurationError(
             f"--vpp {sizes.vpp} does not fit {model.name}: a stage of {counts[0]} layers cannot be "
-            f"cut into {sizes.vpp} chunks, or there is one stage only. Give a divisor of the "
-            "stage's layers and --pp above 1."
+            f"cut into {sizes.vpp} chunks. Give one of {_listed(_divisors(counts[0]))}."
         )
     length = counts[0] // sizes.vpp
     starts = [(chunk * sizes.pp + pp_rank) * length for chunk in range(sizes.vpp)]
@@ -139,62 +164,68 @@ def stage_layers(model: ModelSpec, sizes: ParallelSizes, pp_rank: int) -> list[r
 
 def _stage_counts(model: ModelSpec, sizes: ParallelSizes) -> list[int]:
     """Return the layers of each stage; uneven ones as 0.19.2's transformer_block.py:97."""
-    pp, left = sizes.pp, model.num_layers
-    ends = [n for n in (sizes.first_layers, sizes.last_layers) if n is not None]
-    middle, left = pp - len(ends), left - sum(ends)
-    if left < 0 or middle < 0 or (left % middle if middle else left):
-        hint = ""
-        if not ends and pp > 1:
-            each = -(-model.num_layers // pp)
-            last = model.num_layers - each * (pp - 1)
-            if last < 1:
-                each, last = (
-                    model.num_layers // pp,
-                    model.num_layers - model.num_layers // pp * (pp - 1),
-                )
-            hint = f", or --last-stage-layers {last} for {each} layers on each of the others"
-        given = f" with {sum(ends)} on the stages that were given" if ends else ""
-        fits = [n for n in _divisors(model.num_layers) if n <= max(2 * pp, 8)]
+    pp, layers = sizes.pp, model.num_layers
+    if pp > layers:
         raise ConfigurationError(
-            f"--pp {pp} does not fit {model.name}: {model.num_layers} layers{given} cannot be cut "
-            f"into {pp} stages alike. Give a --pp that divides them, such as "
-            f"{', '.join(map(str, fits))}{hint}."
+            f"--pp {pp} does not fit {model.name}: it has {layers} layers, and each stage needs "
+            f"one. Give a --pp of at most {layers}, such as {_listed(_divisors(layers)[-4:])}."
         )
-    counts = [left // middle if middle else 0] * pp
-    if sizes.first_layers is not None:
-        counts[0] = sizes.first_layers
-    if sizes.last_layers is not None:
-        counts[-1] = sizes.last_layers
-    if min(counts) < 1:
-        raise ConfigurationError(
-            f"--pp {pp} does not fit {model.name}: a stage of its {model.num_layers} layers would "
-            "have none. Give a smaller --pp."
-        )
-    return counts
+    first, last = sizes.first_layers, sizes.last_layers
+    ends = {} if first is None else {"--first-stage-layers": first}
+    ends |= {} if last is None else {"--last-stage-layers": last}
+    middle, left = pp - len(ends), layers - sum(ends.values())
+    each = left // middle if middle > 0 else 0
+    if each * middle != left or (middle and each < 1) or middle < 0:
+        raise ConfigurationError(_uneven_ends(model, pp, ends) if ends else _uneven(model, pp))
+    head, tail = [n for n in (first,) if n is not None], [n for n in (last,) if n is not None]
+    return head + [each] * middle + tail
+
+
+def _uneven(model: ModelSpec, pp: int) -> str:
+    """Say that layers cannot be cut into stages alike, and what would do."""
+    layers = model.num_layers
+    each = -(-layers // pp)
+    if layers - each * (pp - 1) < 1:
+        each = layers // pp
+    return (
+        f"--pp {pp} does not fit {model.name}: {layers} layers cannot be cut into {pp} stages "
+        "alike. Give a --pp that divides them, such as "
+        f"{_listed(n for n in _divisors(layers) if n <= max(2 * pp, 8))}, or --last-stage-layers "
+        f"{layers - each * (pp - 1)} for {each} layer{'s' * (each > 1)} on each of the others."
+    )
+
+
+def _uneven_ends(model: ModelSpec, pp: int, ends: dict[str, int]) -> str:
+    """Say that the layers beside those of the first and last stage do not fit the other stages."""
+    left, middle = model.num_layers - sum(ends.values()), pp - len(ends)
+    given = " and ".join(f"{flag} {layers}" for flag, layers in ends.items())
+    fits = [n + len(ends) for n in _divisors(left)] if left > 0 else []
+    advice = f"a --pp of {_listed(fits)}, or " if fits else ""
+    return (
+        f"{given} with --pp {pp} do not fit {model.name}: of its {model.num_layers} layers they "
+        f"leave {left} for {middle} other stages, each of which needs one or more, all the same. "
+        f"Give {advice}other numbers of layers."
+    )
 
 
 def _check_experts(model: ModelSpec, sizes: ParallelSizes) -> None:
     _check_cut(model, sizes.ep, "--ep", "num_experts", model.num_moe_experts)
-    _check_cut(model, sizes.expert_tp, "--etp", "moe_ffn_hidden_size", model.moe_ffn_hidden_size)
+    cuts = "--tp" if sizes.etp is None else "--etp"
+    _check_cut(model, sizes.expert_tp, cuts, "moe_ffn_hidden_size", model.moe_ffn_hidden_size)
     if model.moe_shared_expert_intermediate_size:
         _check_cut(
             model, sizes.tp, "--tp", "moe_shared_expert_intermediate_size",
             model.moe_shared_expert_intermediate_size,
         )  # fmt: skip
-    if sizes.num_stage_ranks % (sizes.ep * sizes.expert_tp):
+    need, ranks = sizes.ep * sizes.expert_tp, sizes.num_stage_ranks
+    if ranks % need:
+        told = "" if sizes.expert_tp == 1 else f" x {cuts} {sizes.expert_tp}"
+        helps = sizes.expert_tp > 1 and ranks % sizes.ep == 0
         raise ConfigurationError(
-            f"--ep {sizes.ep} x --etp {sizes.expert_tp} does not fit {sizes}: the "
-            f"{sizes.num_stage_ranks} ranks of a pipeline stage (TP x CP x DP) are no multiple of "
-            f"{sizes.ep * sizes.expert_tp}. Give a --dp that is a multiple of "
-            f"{_least_dp(sizes)}, or --etp 1."
+            f"--ep {sizes.ep}{told} does not fit {sizes}: the {ranks} ranks of a pipeline stage "
+            f"(TP x CP x DP) are no multiple of {need}. Give a --dp that is a multiple of "
+            f"{need // math.gcd(need, sizes.tp * sizes.cp)}{', or --etp 1' if helps else ''}."
         )
-
-
-def _least_dp(sizes: ParallelSizes) -> int:
-    need, dp = sizes.ep * sizes.expert_tp, 1
-    while sizes.tp * sizes.cp * dp % need:
-        dp += 1
-    return dp
 
 
 def _check_cut(model: ModelSpec, size: int, flag: str, what: str, value: int) -> None:
@@ -202,9 +233,15 @@ def _check_cut(model: ModelSpec, size: int, flag: str, what: str, value: int) ->
         fits = [n for n in _divisors(value) if n <= max(16, 2 * size)]
         raise ConfigurationError(
             f"{flag} {size} does not fit {model.name}: its {what} of {value} cannot be cut into "
-            f"{size} equal parts. Give one of {', '.join(map(str, fits))}."
+            f"{size} equal parts. Give one of {_listed(fits)}."
         )
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """Return numbers for a message, of many the largest."""
+    return ", ".join(map(str, list(numbers)[-12:]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 from megatron_muon.bookkeeping.costs import GIB, LayoutChoice, assumptions
 from megatron_muon.bookkeeping.plan import PlannedMatrix
@@ -16,6 +17,7 @@ from megatron_muon.planner.report import (
 )
 
 _WIDTH = 100
+_SENT = ("data_exchange", "tensor_exchange", "gradient_reduce", "weight_gather")
 _PARTS = {
     "newton_schulz": "Newton-Schulz",
     "data_exchange": "exchange, data",
@@ -27,18 +29,19 @@ _PARTS = {
 }
 
 
-def lines_of(report: JobReport, num_rows: int) -> Iterator[str]:
+def lines_of(report: JobReport, num_rows: int, pp_rank: int = 0) -> Iterator[str]:
     """Yield the lines of a report.
 
     Args:
         report: The report.
-        num_rows: Matrices of the ownership table; of each stage so many.
+        num_rows: Matrices of the ownership table.
+        pp_rank: The pipeline stage that they are of.
     """
     job = report.job
     model, sizes = job.model, job.sizes
     yield (
-        f"{model.name}: {_count(model.num_parameters)} parameters on {sizes.world_size} ranks "
-        f"({sizes}), layout {job.settings.layout}"
+        f"{model.name}: {_count(model.num_parameters)} parameters on {sizes.world_size} "
+        f"rank{'s' * (sizes.world_size > 1)} ({sizes}), layout {job.settings.layout}"
     )
     if report.why:
         yield from _wrapped(str(LayoutChoice(job.settings.layout, report.why)))
@@ -47,33 +50,35 @@ def lines_of(report: JobReport, num_rows: int) -> Iterator[str]:
         f"padding {report.padding:.3f} (elements of the matrices' buffers over those of the "
         "matrices)"
     )
-    yield ""
-    num_shared = sum(stage.num_shared for stage in report.stages)
-    if report.job.settings.share_blocks:
+    if job.settings.share_blocks:
+        num_shared = sum(stage.num_shared for stage in report.stages)
         yield f"{num_shared} matrices are each shared by several ranks (--muon-share-blocks)"
-        yield ""
-    yield from _table(
-        ["stage", "layers", "matrices", "work", "of bound", "elements", "idle", "padding"],
-        [_balance_row(stage) for stage in report.stages],
-    )
-    yield "  work, elements: largest rank over the mean; of bound: over what it bears at least,"
-    yield "  since one rank orthogonalizes a matrix, or a part of a shared one; idle: ranks without"
-    yield "  Newton-Schulz"
     yield ""
+    yield "balance: Newton-Schulz work, and elements of masters and momentum, of the busiest rank"
     yield from _table(
-        ["stage", "GiB sent:", "data", "tensor", "gradients", "weights", "data of whole gather"],
-        [_bytes_row(stage) for stage in report.stages],
-    )
-    yield ""
-    yield from _table(
-        ["stage", "GiB kept:", "parameters", "gradients", "masters", "momentum", "scratch",
-         "total"],
-        [_memory_row(stage) for stage in report.stages],
+        ["stage", "layers", "matrices", "work/mean", "work/bound", "elements/mean", "idle ranks",
+         "padding"],
+        _rows(report.stages, _balance_cells, with_layers=True),
     )  # fmt: skip
+    yield "  bound: the mean, or the largest matrix (of a shared one, a part) if that is more;"
+    yield "  idle: no matrix to orthogonalize; padding: of each buffer of matrices"
+    yield ""
+    yield "GiB that the busiest rank sends in a step"
+    yield from _table(
+        ["stage", *(_PARTS[part] for part in _SENT), "data/whole"],
+        _rows(report.stages, _sent_cells),
+    )
+    yield "  data/whole: exchange over data-parallel ranks, against a gather of whole fp32 buckets"
+    yield ""
+    yield "GiB that the fullest rank keeps"
+    yield from _table(
+        ["stage", "parameters", "gradients", "masters", "momentum", "scratch (estimate)", "total"],
+        _rows(report.stages, _kept_cells),
+    )
     yield ""
     yield from _step_lines(report.worst)
     yield ""
-    yield from _ownership_lines(report, num_rows)
+    yield from _ownership_lines(report.stages[pp_rank], num_rows)
     yield "assumptions:"
     for said in (*assumptions(report.machine), *job_assumptions(job)):
         yield from _wrapped(f"- {said}")
@@ -92,12 +97,32 @@ def _fingerprint_line(report: JobReport) -> str:
     )
 
 
-def _balance_row(stage: StageNumbers) -> list[str]:
-    layers = ",".join(f"{r.start}-{r.stop - 1}" for r in stage.stage.layers)
+def _rows(
+    stages: Sequence[StageNumbers],
+    cells_of: Callable[[StageNumbers], list[str]],
+    *,
+    with_layers: bool = False,
+) -> list[list[str]]:
+    """Return the rows of a table; neighbouring stages with the same numbers are one row."""
+    rows = []
+    for cells, group in groupby(stages, cells_of):
+        alike = list(group)
+        first, last = alike[0].stage, alike[-1].stage
+        named = [_span(first.pp_rank, last.pp_rank)]
+        if with_layers:
+            chunks = zip(first.layers, last.layers, strict=True)
+            named.append(",".join(_span(a.start, b.stop - 1) for a, b in chunks))
+        rows.append([*named, *cells])
+    return rows
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}-{last}" if last > first else str(first)
+
+
+def _balance_cells(stage: StageNumbers) -> list[str]:
     buffers = [buffer for buffer in stage.stage.buffers if buffer.of_matrices]
     return [
-        str(stage.stage.pp_rank),
-        layers,
         str(len(stage.stage.first_plan.matrices)),
         f"{stage.over_perfect:.3f}",
         f"{stage.over_bound:.3f}",
@@ -107,16 +132,15 @@ def _balance_row(stage: StageNumbers) -> list[str]:
     ]
 
 
-def _bytes_row(stage: StageNumbers) -> list[str]:
+def _sent_cells(stage: StageNumbers) -> list[str]:
     work, gather = stage.work, stage.whole_gather_nbytes
     sent = (work.data_nbytes, work.tensor_nbytes, work.grad_nbytes, work.weight_nbytes)
     share = f"{work.data_nbytes / gather:.3f}" if gather else "-"
-    return [str(stage.stage.pp_rank), "", *(f"{n / GIB:.3f}" for n in sent), share]
+    return [*(f"{nbytes / GIB:.3f}" for nbytes in sent), share]
 
 
-def _memory_row(stage: StageNumbers) -> list[str]:
-    kinds = stage.memory.to_dict().values()
-    return [str(stage.stage.pp_rank), "", *(f"{nbytes / GIB:.2f}" for nbytes in kinds)]
+def _kept_cells(stage: StageNumbers) -> list[str]:
+    return [f"{nbytes / GIB:.2f}" for nbytes in stage.memory.to_dict().values()]
 
 
 def _step_lines(stage: StageNumbers) -> Iterator[str]:
@@ -131,26 +155,27 @@ def _step_lines(stage: StageNumbers) -> Iterator[str]:
         yield f"  {_PARTS[part]:<17}{seconds * 1e3:10.2f} ms {share:6.1%} {bar}".rstrip()
 
 
-def _ownership_lines(report: JobReport, num_rows: int) -> Iterator[str]:
+def _ownership_lines(stage: StageNumbers, num_rows: int) -> Iterator[str]:
     if num_rows < 1:
         return
+    matrices = stage.stage.first_plan.matrices
     rows = []
-    left_out = 0
-    for stage in report.stages:
-        matrices = stage.stage.first_plan.matrices
-        left_out += max(0, len(matrices) - num_rows)
-        for planned in matrices[:num_rows]:
-            pieces = planned.owned.pieces
-            held = str(pieces[0].rank)
-            if len(pieces) > 1:
-                held = f"{held}-{pieces[-1].rank}"
-            rows.append([
-                planned.matrix.name, "x".join(map(str, planned.matrix.shape)), held,
-                _homes(planned), f"{planned.flops / 1e9:.1f}",
-            ])  # fmt: skip
-    yield from _table(["matrix", "shape", "held by data ranks", "home data,tensor", "GFLOP"], rows)
-    if left_out:
-        yield f"  and {left_out} more; --rows shows more, --json has all"
+    for planned in matrices[:num_rows]:
+        pieces = planned.owned.pieces
+        rows.append([
+            planned.matrix.name, "x".join(map(str, planned.matrix.shape)),
+            _span(pieces[0].rank, pieces[-1].rank), _homes(planned), f"{planned.flops / 1e9:.1f}",
+        ])  # fmt: skip
+    yield (
+        f"matrices of stage {stage.stage.pp_rank}, by name: data-parallel ranks that hold each, "
+        "home (data,tensor rank)"
+    )
+    yield from _table(["matrix", "shape", "held by", "home", "GFLOP"], rows)
+    if len(matrices) > num_rows:
+        yield (
+            f"  and {len(matrices) - num_rows} more: --rows shows more, --stage another stage, "
+            "--json all"
+        )
     yield ""
 
 

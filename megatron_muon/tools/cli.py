@@ -25,7 +25,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
     arguments, of_script = split_script(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        advice = planner.advice(unknown) if options.main is planner.main else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
     options.arguments = of_script
     try:
         if options.needs_torch:
@@ -75,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_installation(run)
     run.add_argument("script", metavar="SCRIPT", help="the script; its arguments follow it")
-    run.set_defaults(main=_run, needs_torch=True)
+    run.set_defaults(parser=run, main=_run, needs_torch=True)
     seams = commands.add_parser(
         "seams",
         help="show every name that install() replaces, and why",
@@ -83,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "and how it is checked before anything is replaced.",
     )
     _add_installation(seams)
-    seams.set_defaults(main=_seams, needs_torch=True)
+    seams.set_defaults(parser=seams, main=_seams, needs_torch=True)
     plan = commands.add_parser(
         "plan",
         help="show who will own what, how balanced it is, what it moves and stores; no GPU needed",
@@ -93,14 +96,14 @@ def _parser() -> argparse.ArgumentParser:
         "Example: megatron-muon plan llama3-8b --tp 8 --dp 8",
     )
     planner.add_arguments(plan)
-    plan.set_defaults(main=planner.main, needs_torch=False)
+    plan.set_defaults(parser=plan, main=planner.main, needs_torch=False)
     held = commands.add_parser(
         "golden",
         help="show, compare or record golden values",
         description="Show a golden file, hold a run to one, or record one.",
     )
     golden.add_arguments(held)
-    held.set_defaults(main=golden.main, needs_torch=False)
+    held.set_defaults(parser=held, main=golden.main, needs_torch=False)
     inspect = commands.add_parser(
         "inspect",
         help="show what a checkpoint holds, or compare two",
@@ -108,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "ranks and runs nothing that is in the files.",
     )
     inspect_checkpoint.add_arguments(inspect)
-    inspect.set_defaults(main=inspect_checkpoint.main, needs_torch=True)
+    inspect.set_defaults(parser=inspect, main=inspect_checkpoint.main, needs_torch=True)
     return parser
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.bookkeeping.costs import HARDWARE, choose_layout, find_hardware
+from megatron_muon.planner.flag_words import parse_flags
 from megatron_muon.planner.job import plan_job
+from megatron_muon.planner.megatron_flags import from_flags
 from megatron_muon.planner.report import make_report
 from megatron_muon.planner.sizes import ParallelSizes
-from megatron_muon.planner.sources import from_flags, parse_flags
 from megatron_muon.tools import cli
 from tests.functional.jobs import MODEL, MUON, ROOT, launch, run_on
 

@@ -20,8 +20,9 @@ MAY_IMPORT = {
     "integration": {
         *("optimizer", "checkpoint", "orthogonalize", "collectives", "offload", "bookkeeping"),
     },
-    # What the planner plans has to be what a run plans; it needs no torch and starts no Megatron.
-    "planner": {"integration.fused", "bookkeeping"},
+    # What the planner plans has to be what a run plans, and what a run refuses it refuses; it needs
+    # no torch and starts no Megatron.
+    "planner": {"integration.fused", "optimizer.compatibility", "bookkeeping"},
     # The harness trains with the program that tools holds.
     "testing": {
         *("integration", "optimizer", "checkpoint", "orthogonalize", "collectives"),
@@ -116,6 +117,7 @@ def test_imports_point_one_way():
         ("megatron_muon.testing.ranks", "import megatron_muon.tools.cli"),
         ("megatron_muon.planner.job", "import torch"),
         ("megatron_muon.planner.job", "from megatron_muon.integration.names import is_expert"),
+        ("megatron_muon.planner.muon_flags", "from megatron_muon.optimizer.config import FLAGS"),
         ("megatron_muon.optimizer.muon", "from megatron_muon.planner import job"),
         ("megatron_muon.errors", "from megatron_muon.bookkeeping import plan"),
     ],

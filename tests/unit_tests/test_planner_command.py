@@ -39,8 +39,7 @@ def test_the_layout_is_chosen_with_a_reason_unless_one_is_asked_for(capsys):
     alone = plan("gpt2-124m --dp 1", capsys)[1]
     assert ", layout owner\nlayout owner: one data-parallel rank holds every matrix\n" in alone
     assert ", layout flat\n" in plan("gpt2-124m -- --muon-layout flat", capsys)[1]
-    by_flag = plan("gpt2-124m --layout owner -- --muon-layout flat", capsys)[1]
-    assert ", layout owner\n" in by_flag
+    assert ", layout flat\n" in plan("gpt2-124m --layout flat -- --muon-layout flat", capsys)[1]
 
 
 def test_the_machine_can_be_described(capsys):
@@ -95,9 +94,9 @@ def test_a_file_that_is_no_machine_is_refused(capsys, tmp_path, text, said):
         ("", "no model: give one of"),
         ("llama5", "llama5: no such file"),
         ("llama3-8b --tp 3", "--tp 3 does not fit llama3-8b"),
-        ("llama3-8b --stage 1", "--stage is 1: the job has 1 stages"),
+        ("llama3-8b --stage 1", "--stage is 1: expected 0, the only stage"),
         ("llama3-8b --hardware abacus", "--hardware abacus: no machine of that name (h100,"),
-        ("llama3-8b --link 0", "--link is 0.0: expected a number above 0"),
+        ("llama3-8b --link 0", "--link is 0.0: expected a number from 1e-06"),
         ("llama3-8b --json /no/such/folder/x", "--json /no/such/folder/x: cannot be written"),
         ("llama3-8b -- --muon-layout square", "--muon-layout is 'square'"),
     ],
@@ -141,3 +140,52 @@ def test_neither_torch_nor_megatron_is_imported():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert shown.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"),
+    [
+        ("--tp 8", "--tensor-model-parallel-size 4"),
+        ("--pp 2", "--pipeline-model-parallel-size 4"),
+        ("--cp 2", "--context-parallel-size 4"),
+        ("--ep 2", "--expert-model-parallel-size 4"),
+        ("--etp 2", "--expert-tensor-parallel-size 4"),
+        ("--vpp 2", "--num-virtual-stages-per-pipeline-rank 4"),
+        ("--first-stage-layers 2", "--decoder-first-pipeline-num-layers 4"),
+        ("--last-stage-layers 2", "--decoder-last-pipeline-num-layers 4"),
+        ("--layout owner", "--muon-layout flat"),
+        ("--layout auto", "--muon-layout flat"),
+        ("--hardware h100", "--muon-hardware cpu-gloo"),
+    ],
+)
+def test_an_option_that_a_flag_contradicts_is_refused(capsys, option, flag):
+    code, out, err = plan(f"llama3-8b {option} -- {flag}", capsys)
+    assert (code, out) == (2, "")
+    assert f"{option} and {flag} (behind `--`) contradict each other" in err
+
+
+def test_an_option_may_change_what_a_file_of_flags_says_and_repeat_a_flag(capsys, tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --vocab-size 1024 "
+        "--position-embedding-type rope --tensor-model-parallel-size 4 --muon-layout flat"
+    )
+    assert "(TP2 PP1 DP2), layout owner" in plan(f"{path} --tp 2 --dp 2 --layout owner", capsys)[1]
+    same = "llama3-8b --tp 8 -- --tensor-model-parallel-size 8"
+    assert "(TP8 PP1 DP1)" in plan(same, capsys)[1]
+
+
+def test_flags_in_the_place_of_options_are_shown_their_place(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "llama3-8b", "--muon-share-blocks", "--num-layers", "3"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "stand behind `--`, as in: -- --muon-share-blocks --num-layers 3\n" in said
+    assert "usage: megatron-muon plan [SOURCE]" in said
+
+
+def test_the_stage_of_the_table_is_the_one_that_is_asked_for(capsys):
+    out = plan("llama3-8b --pp 4 --stage 2 --rows 1", capsys)[1]
+    assert "matrices of stage 2, by name" in out
+    assert "decoder.layers.16.mlp.linear_fc1.weight" in out
+    assert "and 31 more" in out

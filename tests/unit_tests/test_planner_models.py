@@ -170,11 +170,26 @@ def test_layouts_are_those_that_megatron_and_training_make(bucket, shards, high_
         ("kimi-k2", {"ep": 64, "dp": 3}, "Give a --dp that is a multiple of 64"),
         ("kimi-k2", {"ep": 2, "tp": 2, "etp": 2}, "Give a --dp that is a multiple of 2"),
         ("llama3-8b", {"ep": 2, "dp": 2}, "llama3-8b has no experts"),
-        ("llama3-8b", {"vpp": 2}, "--vpp 2 does not fit"),
+        ("llama3-8b", {"vpp": 2}, "--vpp 2 needs several pipeline stages"),
         ("llama3-8b", {"pp": 2, "vpp": 3}, "a stage of 16 layers cannot be cut into 3 chunks"),
         ("llama3-8b", {"pp": 64}, "--pp 64 does not fit"),
-        ("llama3-8b", {"dp": 0}, "--dp is 0: expected 1 or more"),
-        ("llama3-8b", {"pp": 2, "first_layers": 40}, "with 40 on the stages that were given"),
+        ("llama3-8b", {"dp": 0}, "--dp is 0: expected an integer of 1 or more"),
+        ("llama3-8b", {"pp": 33}, "each stage needs one. Give a --pp of at most 32, such as 4, 8,"),
+        ("llama3-8b", {"pp": 5}, "or --last-stage-layers 4 for 7 layers on each of the others"),
+        (
+            "llama3-8b",
+            {"pp": 2, "first_layers": 40},
+            "--first-stage-layers is 40: expected 1 to 32",
+        ),
+        (
+            "llama3-8b",
+            {"pp": 4, "first_layers": 5, "last_layers": 4},
+            "leave 23 for 2 other stages, each of which needs one or more, all the same. Give a "
+            "--pp of 3, 25",
+        ),
+        ("llama3-8b", {"first_layers": 4}, "leave 28 for 0 other stages"),
+        ("deepseek-v3", {"tp": 8, "dp": 8, "ep": 64}, "multiple of 64, or --etp 1"),
+        ("llama3-8b", {"dp": 10**12}, "expected 131072 at most"),
     ],
 )
 def test_impossible_sizes_are_explained(model, sizes, said):

@@ -293,8 +293,23 @@ def test_text_has_every_part():
     said = "\n".join(lines_of(report, 3))
     for part in (
         "llama3-8b: 8.03 B parameters on 8 ranks (TP2 PP1 DP4), layout flat", "padding 1.000",
-        "of bound", "GiB sent:", "GiB kept:", "predicted step of the slowest stage (0)",
+        "work/bound", "GiB that the busiest rank sends in a step",
+        "GiB that the fullest rank keeps", "exchange, tensor",
+        "predicted step of the slowest stage (0)",
         "decoder.layers.0.mlp.linear_fc1.weight", "and 125 more", "assumptions:",
     ):  # fmt: skip
         assert part in said
     assert "decoder.layers" not in "\n".join(lines_of(report, 0))
+
+
+def test_text_fits_a_screen_and_neighbouring_stages_alike_are_one_row():
+    for name in ("deepseek-v3", "kimi-k2"):
+        lines = list(lines_of(report_of(name, "flat", **STAGE), 4, 3))
+        assert max(map(len, lines)) <= 100
+        assert len(lines) <= 56
+        assert len([line for line in lines if re.match(r"1-6 ", line)]) == 3
+        assert any(re.match(r"1-6 +8-55 +152 ", line) for line in lines) or name != "kimi-k2"
+        assert any(line.startswith("matrices of stage 3, by name") for line in lines)
+        assert any(line.startswith("decoder.layers.24.") for line in lines)
+    chunked = lines_of(report_of("llama3-8b", pp=4, vpp=2, dp=2), 0)
+    assert any(re.match(r"1-3 +4-15,20-31 +32 ", line) for line in chunked)
