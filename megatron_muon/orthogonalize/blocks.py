@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,9 +13,15 @@ import torch
 from megatron_muon.orthogonalize.arithmetic import Arithmetic
 from megatron_muon.orthogonalize.coefficients import Coefficients
 from megatron_muon.orthogonalize.eigenvectors import diagonalize
-from megatron_muon.orthogonalize.iteration import Scratch, iterate, segment_lengths
+from megatron_muon.orthogonalize.iteration import (
+    Scratch,
+    column_width,
+    iterate,
+    segment_lengths,
+)
 from megatron_muon.orthogonalize.kernels import Kernel, KernelName, choose_kernel
 from megatron_muon.orthogonalize.products import (
+    ROUNDING_NUMEL,
     STRIP_ROWS,
     Products,
     Symmetric,
@@ -23,8 +30,12 @@ from megatron_muon.orthogonalize.products import (
 )
 
 BATCH_NBYTES = 1 << 20
-"""Bytes of the largest batch, its blocks counted once. The whole of its scratch is two to six times
-as large, and a batch that leaves the second-level cache is slower than a smaller one."""
+"""Bytes of the largest batch, its blocks counted once. Its whole scratch is two to four times as
+large."""
+
+_LEAST_NUMEL_IN_OUT = 1 << 16
+"""Elements from which a block is computed in the memory of its result. Views are then made for each
+block, which takes too long for smaller ones."""
 
 KEPT_NBYTES = 64 << 20
 """Bytes of the largest scratch on a CPU that is kept between calls."""
@@ -50,12 +61,15 @@ def orthogonalize_blocks(
     """Write the orthogonalized blocks.
 
     A block's result has the same bits whatever blocks are given with it and however it lies in
-    memory: it is copied to aligned, contiguous memory, short side first, and its kernel depends on
-    its shape alone. (Products of the same numbers at another alignment differ in their last bits.)
+    memory: it is computed in aligned, contiguous memory, and how depends on its shape alone.
+    (Products of the same numbers at another alignment differ in their last bits.)
+
+    The memory of a result in fp32 is worked in if it lies so itself; :class:`_Workspace` says how.
 
     Args:
         xs: Blocks, ``(m, n)`` each, fp32 or bf16. Zero gives zero, NaN and infinity give NaN.
-        outs: Where the results go, of the same shapes, in any floating-point dtype.
+        outs: Where the results go, of the same shapes, in any floating-point dtype. Each may share
+            memory with its own block, not with others.
         coefficients: The triples of all steps.
         arithmetic: How products are computed.
         batch_nbytes: Bytes of the largest batch; a single block may be larger.
@@ -68,15 +82,33 @@ def orthogonalize_blocks(
             groups.setdefault((min(x.shape), max(x.shape), x.device), []).append(i)
     for (short, long, device), members in groups.items():
         kernel = choose_kernel(short, long, arithmetic, device.type, kernel_name)
+        growth = arithmetic.largest_growth if kernel.form == "gram" else 0.0
+        task = _Task(
+            coefficients,
+            segment_lengths(coefficients, growth),
+            kernel,
+            arithmetic,
+            device,
+            use_syrk=use_syrk and syrk_applies(short, long, arithmetic.dtype, device),
+        )
+        if not kernel.batched and short * long >= _LEAST_NUMEL_IN_OUT:
+            for i in members:
+                is_tall = xs[i].shape[0] > xs[i].shape[1]
+                memory = _memory_of(outs[i]) if _may_be_worked_in(outs[i], xs[i]) else None
+                workspace = _Workspace((1, short, long), task, is_tall, memory)
+                workspace.run([xs[i]], [outs[i]])
+                workspace.memory.give_back()
+                del workspace  # before the next is made
+            continue
         fitting = max(1, batch_nbytes // (short * long * arithmetic.dtype.itemsize))
         count = min(fitting, len(members)) if kernel.batched else 1
-        workspace = _Workspace((count, short, long), kernel, arithmetic, device, use_syrk)
+        workspace = _Workspace((count, short, long), task)
         with _one_thread() if kernel.batched else nullcontext():
             for first in range(0, len(members), count):
                 batch = members[first : first + count]
-                workspace.run([xs[i] for i in batch], [outs[i] for i in batch], coefficients)
+                workspace.run([xs[i] for i in batch], [outs[i] for i in batch])
         workspace.memory.give_back()
-        del workspace  # before that of the next shape is made
+        del workspace
 
 
 def give_up_scratch() -> None:
@@ -110,83 +142,211 @@ def _frobenius(x: torch.Tensor) -> torch.Tensor:
     return norms
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is done to blocks of a shape.
+
+    Attributes:
+        coefficients: The triples of all steps.
+        lengths: Steps of each segment.
+        kernel: How the blocks are computed.
+        arithmetic: How products are computed.
+        device: Where.
+        use_syrk: Whether the Triton SYRK multiplies.
+    """
+
+    coefficients: Coefficients
+    lengths: Sequence[int]
+    kernel: Kernel
+    arithmetic: Arithmetic
+    device: torch.device
+    use_syrk: bool
+
+    @property
+    def num_squares(self) -> int:
+        """How many square matrices the kernel works with."""
+        return 4 if self.kernel.form == "eigh" or max(self.lengths) > 1 else 2
+
+
 class _Workspace:
-    """Memory for blocks of one shape, and the way through it."""
+    """Memory for blocks of one shape, and the way through it.
+
+    A block goes from ``source`` (fp32, where it is normalised) to ``narrow`` (the dtype it is
+    multiplied in) to ``x`` (short side first, where all steps are taken), and back to ``narrow``.
+    Transposing between equal dtypes is twice as fast as between others. There are two pieces of
+    memory: the source's, which may be the caller's, and another one. While the steps are taken, all
+    of both that ``x`` does not need is free for the square matrices, see :class:`.Scratch`; those
+    that find no room there, and all of a wide block in fp32, go to the end of the other piece.
+    Where what lies, with bytes an element:
+
+    ===========  =================  =============
+    block        source's piece     the other one
+    ===========  =================  =============
+    fp32, wide   all three (4)
+    fp32, tall   source, narrow (4) x (4)
+    bf16, wide   source (4)         narrow, x (2)
+    bf16, tall   source (4), x (2)  narrow (2)
+    ===========  =================  =============
+    """
 
     def __init__(
         self,
         shape: tuple[int, int, int],
-        kernel: Kernel,
-        arithmetic: Arithmetic,
-        device: torch.device,
-        use_syrk: bool,
+        task: _Task,
+        is_tall: bool = False,
+        source_memory: torch.Tensor | None = None,
     ) -> None:
         """Take the memory.
 
         Args:
             shape: Number of blocks, their shorter and their longer side.
-            kernel: Their kernel.
-            arithmetic: How products are computed.
-            device: Where they are computed.
-            use_syrk: Whether to use the Triton SYRK where it applies.
+            task: What is done to them.
+            is_tall: Whether they are taken and given long side first; otherwise short side first.
+            source_memory: Memory for the source, flat and aligned, or ``None`` for new memory.
         """
+        self._task = task
+        self._is_tall = is_tall
         count, short, long = shape
-        dtype, square = arithmetic.dtype, (count, short, short)
-        in_parts = kernel.symmetric == "strips"
-        packed, rounding = STRIP_ROWS * short * in_parts, count * short * long * arithmetic.rounds
-        work = [(shape, dtype), *[(square, dtype)] * 4]
-        work += [((1, 1, packed), dtype), ((1, 1, rounding), torch.bfloat16)]
-        # A block is normalised in fp32 where the iteration works only afterwards.
-        source = (shape, torch.float32)
-        room = max(_nbytes(*source), sum(_nbytes(*tensor) for tensor in work))
-        self.memory = memory = _Memory(_nbytes(shape, dtype) + room, device)
-        x = memory.take(shape, dtype)
-        sources = x if dtype == torch.float32 else memory.view(*source)
-        taken = [memory.take(*tensor) for tensor in work]
-        if not kernel.batched:
-            x, sources, *taken = [tensor[0] for tensor in (x, sources, *taken)]
-        other, *squares, strip, flat = taken
-        self._kernel, self._x, self._source = kernel, x, sources
-        self._growth = arithmetic.largest_growth if kernel.form == "gram" else 0.0
-        self._scratch = Scratch(
-            other,
-            *(in_strips(m, strip.view(-1)) if in_parts else Symmetric(m) for m in squares),
-        )
-        self._products = Products(
-            rounding=flat.view(-1) if arithmetic.rounds else None,
-            use_syrk=use_syrk and syrk_applies(short, long, dtype, device),
-        )
+        dtype, in_parts = task.arithmetic.dtype, task.kernel.symmetric == "strips"
+        natural = (count, long, short) if is_tall else shape
 
-    def run(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], coefficients: Coefficients
-    ) -> None:
+        # First where all lies, in bytes: the source's piece from 0, the other one after it.
+        other = _nbytes(natural, torch.float32)
+        narrow_at = 0 if dtype == torch.float32 else other
+        x_at = other - narrow_at if is_tall else narrow_at  # a transpose needs other memory
+        nbytes = _nbytes(shape, dtype)
+        end = other + nbytes * (other in (narrow_at, x_at))
+        in_source = _Stretch(nbytes * (x_at == 0), 4 * count * short * long)  # as much is given
+        in_narrow = _Stretch(other + nbytes * (x_at == other), end)
+        free = (in_source, in_narrow, _Stretch(end, sys.maxsize))
+
+        square = (count, short, short)
+        columns = (count, short, column_width(short, long, task.device.type))
+        packed = (1, 1, STRIP_ROWS * short * in_parts)
+        rounding = min(count * short * long, max(ROUNDING_NUMEL, long)) * task.arithmetic.rounds
+        gram_at = _place(max(_nbytes(square, dtype), _nbytes(columns, dtype)), free)
+        squares_at = [_place(_nbytes(square, dtype), free) for _ in range(task.num_squares - 1)]
+        packed_at = _place(_nbytes(packed, dtype), free)
+        rounding_at = _place(_nbytes((1, 1, rounding), torch.bfloat16), free)
+
+        given = 0 if source_memory is None else other
+        self.memory = _Memory(free[-1].start - given, task.device)
+
+        def cut(at: int, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+            if source_memory is not None and at < given:
+                tensor = _cut(source_memory, at, shape, dtype)
+            else:
+                tensor = _cut(self.memory.flat, at - given, shape, dtype)
+            return tensor if task.kernel.batched else tensor[0]
+
+        self._source = cut(0, natural, torch.float32)
+        self._narrow = self._source if narrow_at == 0 else cut(narrow_at, natural, dtype)
+        self._x = cut(x_at, shape, dtype) if is_tall else self._narrow
+        strip = cut(packed_at, packed, dtype).view(-1)
+        wholes = [cut(at, square, dtype) for at in (gram_at, *squares_at)]
+        squares = [in_strips(m, strip) if in_parts else Symmetric(m) for m in wholes]
+        gram, polynomial, *others = squares
+        factor, product = others or (polynomial, polynomial)
+        self._scratch = Scratch(gram, polynomial, factor, product, cut(gram_at, columns, dtype))
+        flat = cut(rounding_at, (1, 1, rounding), torch.bfloat16).view(-1) if rounding else None
+        self._products = Products(rounding=flat, use_syrk=task.use_syrk)
+
+    def run(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Orthogonalize at most as many blocks as there is room for, one if not batched."""
-        source, x, scratch = self._source, self._x, replace(self._scratch)
-        if self._kernel.batched:
+        task, products = self._task, self._products
+        source, narrow, x, scratch = self._source, self._narrow, self._x, replace(self._scratch)
+        if task.kernel.batched:
             part = slice(len(xs))
-            source, x, scratch = source[part], x[part], scratch.part(part)
-        torch._foreach_copy_(self._each(source), [_short_first(block) for block in xs])
+            source, narrow, x = source[part], narrow[part], x[part]
+            scratch = scratch.part(part)
+        if source.data_ptr() != xs[0].data_ptr():
+            self._load([self._turned(block) for block in xs], source, narrow)
         normalize(source)
-        if x.dtype != source.dtype:
-            x.copy_(source)
-        self._products.round_(x)
-        if self._kernel.form == "eigh":
-            result = diagonalize(x, coefficients, scratch, self._products)
+        if narrow.dtype != source.dtype:
+            narrow.copy_(source)
+        if self._is_tall:
+            x.copy_(narrow.mT)
+        products.round_(x)
+        if task.kernel.form == "eigh":
+            diagonalize(x, task.coefficients, scratch, products)
         else:
-            lengths = segment_lengths(coefficients, self._growth)
-            result = iterate(x, coefficients, lengths, scratch, self._products)
-        torch._foreach_copy_([_short_first(out) for out in outs], self._each(result))
+            iterate(x, task.coefficients, task.lengths, scratch, products)
+        if self._is_tall:
+            narrow.copy_(x.mT)
+        if narrow.data_ptr() != outs[0].data_ptr():
+            torch._foreach_copy_([self._turned(out) for out in outs], self._each(narrow))
+
+    def _load(self, xs: list[torch.Tensor], source: torch.Tensor, narrow: torch.Tensor) -> None:
+        """Copy blocks to the source.
+
+        Stacking many takes a third of the time, but only where no dtype is converted.
+        """
+        dtypes = {x.dtype for x in xs} if self._task.kernel.batched else set()
+        if dtypes == {source.dtype}:
+            torch.stack(xs, out=source)
+        elif dtypes == {narrow.dtype}:
+            source.copy_(torch.stack(xs, out=narrow))
+        else:
+            torch._foreach_copy_(self._each(source), xs)
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mT if x.shape[0] > x.shape[1] and not self._is_tall else x
 
     def _each(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.unbind()) if self._kernel.batched else (x,)
+        return tuple(x.unbind()) if self._task.kernel.batched else (x,)
 
 
-def _short_first(x: torch.Tensor) -> torch.Tensor:
-    return x.mT if x.shape[0] > x.shape[1] else x
+@dataclass(slots=True)
+class _Stretch:
+    """Memory from one byte to another that is still free."""
+
+    start: int
+    end: int
+
+
+def _place(nbytes: int, free: Sequence[_Stretch]) -> int:
+    """Return the first byte of a place in the first stretch that has room, and take it."""
+    stretch = next(each for each in free if each.start + nbytes <= each.end)
+    stretch.start += nbytes
+    return stretch.start - nbytes
+
+
+def _cut(
+    memory: torch.Tensor, at: int, shape: tuple[int, int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """View blocks ``(B, a, b)``, each of which begins aligned, from a byte of flat memory."""
+    step = _nbytes((1, *shape[1:]), dtype) // dtype.itemsize
+    flat = memory[at : at + _nbytes(shape, dtype)].view(dtype)
+    return flat.as_strided(shape, (step, shape[2], 1))
+
+
+def _may_be_worked_in(out: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether the memory of a result can hold the source of its block ``x``."""
+    if not (
+        out.dtype == torch.float32
+        and out.device == x.device
+        and out.is_contiguous()
+        and out.data_ptr() % _ALIGNMENT_NBYTES == 0
+    ):
+        return False
+    (first, end), (x_first, x_end) = _span(out), _span(x)
+    is_same = first == x_first and x.dtype == out.dtype and x.is_contiguous()
+    return is_same or x_end <= first or end <= x_first
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a tensor, and that after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _memory_of(x: torch.Tensor) -> torch.Tensor:
+    """View the memory of a contiguous tensor as bytes."""
+    return x.detach().view(-1).view(torch.uint8)
 
 
 class _Memory:
-    """Memory that tensors are cut from.
+    """A piece of memory.
 
     On a CPU the piece last given back is kept for the next call. The C library would return a large
     one to the system, which has to clear each of its pages again: 3 to 7 % of a call's time.
@@ -199,27 +359,14 @@ class _Memory:
         if kept is None or kept.numel() < nbytes:
             kept = None  # before the larger one is made
             kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._flat = kept
-        self._used = 0
+        self.flat = kept
 
     def give_back(self) -> None:
         """Keep the piece for the next call if it is small; nothing cut from it may be in use."""
-        flat = self._flat
+        flat = self.flat
         is_small = flat.device.type == "cpu" and flat.numel() <= KEPT_NBYTES
         if is_small and not flat.is_inference():  # which no later call could write to
             self.kept[:] = [flat]
-
-    def take(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for blocks, ``(B, a, b)``, each of which begins aligned."""
-        tensor = self.view(shape, dtype)
-        self._used += _nbytes(shape, dtype)
-        return tensor
-
-    def view(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return what :meth:`take` would return, and leave it to what is taken next."""
-        step = _nbytes((1, *shape[1:]), dtype) // dtype.itemsize
-        flat = self._flat[self._used : self._used + _nbytes(shape, dtype)].view(dtype)
-        return flat.as_strided(shape, (step, shape[2], 1))
 
 
 def _nbytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:

@@ -13,8 +13,8 @@ from megatron_muon.orthogonalize.products import Products
 
 def diagonalize(
     x: torch.Tensor, coefficients: Coefficients, scratch: Scratch, products: Products
-) -> torch.Tensor:
-    """Take all steps: ``U g(L) U^T X``, where ``X X^T = U L U^T`` and ``g(s^2) s`` is their effect.
+) -> None:
+    """Take all steps in place: ``U g(L) U^T X``, ``X X^T = U L U^T``, their effect ``g(s^2) s``.
 
     The decomposition is in fp64. In fp32 its error, which small singular values multiply by up to
     ``g(0)`` squared, would be up to 8e-3 of the result where they decay like a power, in fp64 it
@@ -24,29 +24,27 @@ def diagonalize(
     form takes its place; the block alone decides that.
 
     Args:
-        x: One block, ``(a, b)`` fp32 with ``a <= b``, of norm at most 1; overwritten.
+        x: One block, ``(a, b)`` fp32 with ``a <= b``, of norm at most 1.
         coefficients: The triples of all steps.
         scratch: Memory to work in.
         products: How to multiply.
-
-    Returns:
-        The result, in the memory of ``x`` or of the scratch.
     """
     gram, vectors, scaled, factor = (
         scratch.gram, scratch.polynomial, scratch.product, scratch.factor,
     )  # fmt: skip
     products.gram(x, gram)
     if not bool(gram.whole.isfinite().all()):
-        return x.fill_(math.nan)
+        x.fill_(math.nan)
+        return
     try:
         squares, directions = torch.linalg.eigh(gram.whole.double())
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return iterate(x, coefficients, [1] * len(coefficients), scratch, products)
+        iterate(x, coefficients, [1] * len(coefficients), scratch, products)
+        return
     vectors.whole.copy_(directions.mT)
     scaled.whole.copy_((directions * effect(squares.clamp_min_(0), coefficients)).mT)
     products.multiply_to_symmetric(scaled, vectors, factor)
-    products.add(x, 0.0, factor.whole, x, 1.0, scratch.x)
-    return scratch.x
+    products.apply(x, 0.0, factor.whole, scratch.columns)
 
 
 def effect(squares: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:

@@ -13,9 +13,20 @@ import torch
 from megatron_muon.orthogonalize.arithmetic import Arithmetic
 from megatron_muon.orthogonalize.blocks import TINY
 from megatron_muon.orthogonalize.coefficients import Coefficients
-from megatron_muon.orthogonalize.iteration import Scratch, segment_lengths, take_segment
+from megatron_muon.orthogonalize.iteration import (
+    Scratch,
+    column_width,
+    segment_lengths,
+    take_segment,
+)
 from megatron_muon.orthogonalize.kernels import Kernel, choose_kernel
-from megatron_muon.orthogonalize.products import STRIP_ROWS, Products, Symmetric, in_strips
+from megatron_muon.orthogonalize.products import (
+    ROUNDING_NUMEL,
+    STRIP_ROWS,
+    Products,
+    Symmetric,
+    in_strips,
+)
 
 
 def part_segments(
@@ -67,24 +78,9 @@ class BlockPart:
         self._is_turned = block_shape[0] > block_shape[1]
         self._coefficients = coefficients
         self._left = part_segments(*block_shape, coefficients, arithmetic, x.device.type)
+        self._kernel = choose_kernel(*block_shape, arithmetic, x.device.type)
         short_first = x.mT if self._is_turned else x
-        short, width = short_first.shape
-        dtype, device = arithmetic.dtype, x.device
-        self._source = torch.empty(short, width, device=device).copy_(short_first)
-        self._x = self._source
-        if dtype != torch.float32:
-            self._x = torch.empty(short, width, dtype=dtype, device=device)
-        self._scratch = Scratch(
-            torch.empty(short, width, dtype=dtype, device=device),
-            *_squares(short, choose_kernel(*block_shape, arithmetic, device.type), dtype, device),
-        )
-        # Not by the kernel that tunes itself in each process: all ranks iterate on the same bits.
-        rounding = short * max(short, width)
-        self._products = Products(
-            rounding=torch.empty(rounding, dtype=torch.bfloat16, device=device)
-            if arithmetic.rounds
-            else None
-        )
+        self._x = torch.empty(short_first.shape, device=x.device).copy_(short_first)
 
     def size(self) -> torch.Tensor:
         """Scale the part by its largest magnitude; return that and the norm of the result.
@@ -92,7 +88,7 @@ class BlockPart:
         Returns:
             A tensor of two elements, fp32; NaN where the part is not finite.
         """
-        x = self._source
+        x = self._x
         self._largest = torch.maximum(x.amax(), x.amin().neg_()).clamp_min_(TINY)
         x.div_(self._largest)
         row_norms = torch.linalg.vector_norm(x, dim=-1)
@@ -108,9 +104,11 @@ class BlockPart:
         most = largest.amax()
         # No square overflows, and what underflows is too small to count.
         norm = torch.linalg.vector_norm(norms * (largest / most)).clamp_min_(TINY)
-        self._source.mul_(self._largest / most).div_(norm)
-        if self._x is not self._source:
-            self._x.copy_(self._source)
+        self._x.mul_(self._largest / most).div_(norm)
+        self._x = self._x.to(self.arithmetic.dtype)
+        self._scratch = _scratch(self._x, self._kernel, max(self._left))
+        # Not by the kernel that tunes itself in each process: all ranks iterate on the same bits.
+        self._products = Products(rounding=_rounding(self._x) if self.arithmetic.rounds else None)
         self._products.round_(self._x)
 
     @property
@@ -127,19 +125,32 @@ class BlockPart:
         length = self._left.pop(0)
         steps, self._coefficients = self._coefficients[:length], self._coefficients[length:]
         take_segment(self._x, steps, self._scratch, self._products)
-        self._x, self._scratch.x = self._scratch.x, self._x
 
     def write(self, out: torch.Tensor) -> None:
         """Write the part of the result, not scaled, in the shape that was given."""
         (out.mT if self._is_turned else out).copy_(self._x)
 
 
-def _squares(
-    short: int, kernel: Kernel, dtype: torch.dtype, device: torch.device
-) -> list[Symmetric]:
-    """Return memory for the four square matrices of the iteration."""
-    packed = torch.empty(STRIP_ROWS * short, dtype=dtype, device=device)
-    squares = (torch.empty(short, short, dtype=dtype, device=device) for _ in range(4))
-    if kernel.symmetric == "strips":
-        return [in_strips(square, packed) for square in squares]
-    return [Symmetric(square) for square in squares]
+def _scratch(x: torch.Tensor, kernel: Kernel, longest: int) -> Scratch:
+    """Return memory for the iteration of a part whose longest segment has so many steps."""
+    short, width = x.shape
+    width = column_width(short, width, x.device.type)
+    first = x.new_empty(short * max(short, width))
+    packed = x.new_empty(STRIP_ROWS * short if kernel.symmetric == "strips" else 0)
+
+    def square(memory: torch.Tensor) -> Symmetric:
+        whole = memory[: short * short].view(short, short)
+        return in_strips(whole, packed) if kernel.symmetric == "strips" else Symmetric(whole)
+
+    gram, polynomial, *others = (
+        square(memory)
+        for memory in (first, *(x.new_empty(short * short) for _ in range(3 if longest > 1 else 1)))
+    )
+    factor, product = others or (polynomial, polynomial)
+    columns = first[: short * width].view(short, width)
+    return Scratch(gram, polynomial, factor, product, columns)
+
+
+def _rounding(x: torch.Tensor) -> torch.Tensor:
+    numel = min(x.numel(), ROUNDING_NUMEL)
+    return x.new_empty(max(numel, *x.shape), dtype=torch.bfloat16)

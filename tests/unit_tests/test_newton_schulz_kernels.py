@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from emerging_optimizers.utils import fp32_matmul_precision
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_muon.errors import ConfigurationError
 from megatron_muon.orthogonalize import blocks as blocks_module
@@ -313,10 +315,10 @@ def test_a_block_has_the_same_bits_alone_and_among_others(arithmetic, num_thread
 @pytest.mark.parametrize("shape", [(64, 256), (100, 300), (127, 129), (128, 512), (260, 530)])
 def test_a_larger_block_has_the_same_bits_too(shape, arithmetic, num_threads):
     xs = [draw(*shape, seed=i) for i in range(3)]
-    together = compute([*xs, *(x.T for x in xs)], arithmetic, batch_nbytes=1 << 30)
-    alone = [compute([x], arithmetic)[0] for x in xs]
-    for got, expected in zip(together, [*alone, *(x.T for x in alone)], strict=True):
-        assert torch.equal(got, expected)
+    xs += [x.T for x in xs]
+    together = compute(xs, arithmetic, batch_nbytes=1 << 30)
+    for x, got in zip(xs, together, strict=True):
+        assert torch.equal(got, compute([x], arithmetic)[0])
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
@@ -327,6 +329,93 @@ def test_the_layout_of_a_block_does_not_matter(shape, arithmetic):
     for other in layouts(x):
         assert torch.equal(compute([other, x, other], arithmetic)[2], expected)
         assert torch.equal(compute([other], arithmetic)[0], expected)
+
+
+def places(x):
+    """Name and give tensors of a block's shape, in memory of every kind."""
+    rows, columns = x.shape
+    unaligned = torch.empty(x.numel() + 1)[1:].view(x.shape)
+    assert unaligned.data_ptr() % 64
+    yield "aligned", torch.empty(x.shape)
+    yield "unaligned", unaligned
+    yield "scattered rows", torch.empty(rows, columns + 3)[:, 3:]
+    yield "transposed", torch.empty(columns, rows).T
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
+@pytest.mark.parametrize("shape", [(7, 9999), (128, 520), (257, 701), (512, 544)])
+@pytest.mark.parametrize("is_tall", [False, True], ids=["wide", "tall"])
+def test_a_result_may_go_anywhere(is_tall, shape, arithmetic, num_threads):
+    """Where there is room the steps are taken in its memory: the bits must not tell."""
+    x = draw(*reversed(shape) if is_tall else shape).bfloat16().float()
+    (expected,) = compute([x], arithmetic)
+    assert relative_error(expected, orthogonalize(x.double(), QUINTIC)) < 2e-2
+    other = draw(*x.shape, seed=1)
+    with_other = other.clone()
+    for name, place in places(x):
+        for y in (x, x.bfloat16(), *layouts(x)):
+            place.fill_(math.nan)
+            orthogonalize_blocks([y], [place], QUINTIC, arithmetic)
+            assert torch.equal(place, expected), name
+        place.copy_(x)
+        orthogonalize_blocks([with_other, place], [with_other, place], QUINTIC, arithmetic)
+        assert torch.equal(place, expected), f"{name}, in place"
+        with_other.copy_(other)
+    narrow = torch.empty_like(x, dtype=torch.bfloat16)
+    orthogonalize_blocks([x], [narrow], QUINTIC, arithmetic)
+    assert torch.equal(narrow, expected.bfloat16())
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
+def test_a_result_may_overlap_its_block(arithmetic):
+    x = draw(288, 288)
+    (expected,) = compute([x], arithmetic)
+    turned = x.T.contiguous()
+    orthogonalize_blocks([turned.T], [turned], QUINTIC, arithmetic)
+    assert torch.equal(turned, expected)
+    memory = torch.empty(x.numel() + 16)  # 64 bytes apart
+    shifted = memory[16:].view(x.shape).copy_(x)
+    orthogonalize_blocks([shifted], [memory[:-16].view(x.shape)], QUINTIC, arithmetic)
+    assert torch.equal(memory[:-16].view(x.shape), expected)
+    narrow = memory.view(torch.bfloat16)[: x.numel()].view(x.shape).copy_(x)
+    (expected,) = compute([narrow], arithmetic)
+    orthogonalize_blocks([narrow], [memory[:-16].view(x.shape)], QUINTIC, arithmetic)
+    assert torch.equal(memory[:-16].view(x.shape), expected)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
+@pytest.mark.parametrize("shape", [(260, 700), (700, 260)])
+def test_a_large_block_that_needs_care_may_be_computed_in_place(shape, arithmetic):
+    x = draw(*shape)
+    (expected,) = compute([x], arithmetic)
+    for exponent in (-100, 100):
+        scaled = x * 2.0**exponent
+        orthogonalize_blocks([scaled], [scaled], QUINTIC, arithmetic)
+        assert torch.equal(scaled, expected)
+    zero, infinite = torch.zeros(shape), x.clone()
+    infinite[-1, 0] = math.inf
+    orthogonalize_blocks([zero, infinite], [zero, infinite], QUINTIC, arithmetic)
+    assert not zero.any()
+    assert infinite.isnan().all()
+
+
+def peak_nbytes(run):
+    """The most bytes that torch's allocator has handed out at one moment of a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize(("arithmetic", "most"), [(BF16, 2.3), (FP32, 4.4), (BF16_IN_FP32, 4.9)])
+@pytest.mark.parametrize("shape", [(512, 2048), (2048, 512)])
+def test_a_block_in_place_takes_little_other_memory(shape, arithmetic, most):
+    """Beside the matrix: in bf16 the block itself, in fp32 four square matrices, and a strip."""
+    x = draw(*shape)
+    blocks_module.give_up_scratch()
+    peak = peak_nbytes(lambda: orthogonalize_blocks([x], [x], QUINTIC, arithmetic))
+    assert most / 2 < peak / x.numel() <= most
 
 
 def test_batches_are_bounded_in_bytes():
