@@ -15,11 +15,13 @@ worked on by several, which are then ranks of one row or of one column.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush, nsmallest
-from typing import Literal
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace, nsmallest
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from megatron_muon.errors import PlanError
 
@@ -68,23 +70,25 @@ class EvenlyHeld(Mapping[int, int]):
 
     Attributes:
         ranks: The ranks.
-        most: The most that one of them holds.
     """
 
-    __slots__ = ("_head", "_numel", "_shard", "most", "ranks")
+    __slots__ = ("_head", "_numel", "_shard", "ranks")
 
-    def __init__(self, first: int, head: int, shard: int, numel: int) -> None:
+    def __init__(self, ranks: range, head: int, shard: int, numel: int) -> None:
         """Describe it.
 
         Args:
-            first: The first of the ranks.
-            head: What it holds.
+            ranks: The ranks.
+            head: What the first holds.
             shard: What all others hold, but for the last.
             numel: What all of them hold together.
         """
-        self.ranks = range(first, first + 1 + max(0, -(-(numel - head) // shard)))
-        self._head, self._shard, self._numel = head, shard, numel
-        self.most = max(head, min(shard, numel - head))
+        self.ranks, self._head, self._shard, self._numel = ranks, head, shard, numel
+
+    @property
+    def most(self) -> int:
+        """The most that one of them holds."""
+        return max(self._head, min(self._shard, self._numel - self._head))
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -100,9 +104,8 @@ class EvenlyHeld(Mapping[int, int]):
         return min(self._shard, self._numel - self._head - (rank - self.ranks[1]) * self._shard)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HomeItem:
-    """What the choice of a home needs to know of a matrix.
+class HomeItem(NamedTuple):
+    """What the choice of a home needs to know of a matrix; a tuple, of which many are soon made.
 
     Attributes:
         name: Its name, unique.
@@ -119,7 +122,7 @@ class HomeItem:
     flops: int
     numel: int
     owner: int | None = None
-    held: Mapping[int, int] = field(default_factory=dict)
+    held: Mapping[int, int] = MappingProxyType({})
     tp_size: int = 1
     max_sharers: int = 1
 
@@ -190,12 +193,13 @@ def choose_sharers(
         if cut.sharers:
             placed = _best_of(cut)
             best = placed if 10 * placed.max_flops <= 9 * best.max_flops else best
+    places = [Home(*divmod(rank, tp_size)) for rank in range(dp_size * tp_size)]
+    alone = [(place,) for place in places]
     homes: dict[str, tuple[Home, ...]] = {
-        item.name: (Home(*divmod(rank, tp_size)),)
-        for item, rank in zip(task.items, best.ranks, strict=True)
+        item.name: alone[rank] for item, rank in zip(task.items, best.ranks, strict=True)
     }
     for i, line in best.sharers.items():
-        homes[task.items[i].name] = tuple(Home(*divmod(rank, tp_size)) for rank in line)
+        homes[task.items[i].name] = tuple(places[rank] for rank in line)
     return homes
 
 
@@ -204,29 +208,25 @@ class _Placement:
     """Where items are placed.
 
     Attributes:
-        score: The flops and the elements of the fullest rank beyond the limits, and the elements
-            that leave their row.
+        excess: The flops and the elements of the fullest rank beyond the limits.
         ranks: The rank of each item.
         sharers: All ranks of the items that several work on, by the item's place.
         max_flops: Flops of the busiest rank.
     """
 
-    score: tuple[int, int, int]
+    excess: tuple[int, int]
     ranks: list[int]
     sharers: dict[int, tuple[int, ...]]
     max_flops: int
 
 
 def _best_of(task: _Task) -> _Placement:
-    best: _Placement | None = None
+    tried: list[_Placement] = []
     for rule, load_kind in _ATTEMPTS:
-        placed = _place(task, rule, load_kind)
-        if best is None or (placed.score, placed.ranks) < (best.score, best.ranks):
-            best = placed
-        if best.score[:2] == (0, 0):
-            break
-    assert best is not None
-    return best
+        tried.append(_place(task, rule, load_kind))
+        if tried[-1].excess == (0, 0):
+            return tried[-1]
+    return min(tried, key=lambda placed: (placed.excess, _moved(task, placed), placed.ranks))
 
 
 class _Task:
@@ -253,7 +253,8 @@ class _Task:
             tp_size: Ranks of a row.
             fineness: For how many times the fewest ranks large items are cut, 0 for not at all.
         """
-        self.items = sorted(items, key=lambda item: (-item.flops, -item.numel, item.name))
+        by_name = sorted(items, key=attrgetter("name"))
+        self.items = sorted(by_name, key=attrgetter("flops", "numel"), reverse=True)
         self.dp_size, self.tp_size = dp_size, tp_size
         self.rows = [_rows_worth_staying_in(item) for item in self.items]
         flops, numel = [item.flops for item in self.items], [item.numel for item in self.items]
@@ -324,11 +325,12 @@ class _Line:
 
 
 class _Grid:
-    """The loads of all ranks, with the least loaded rank of each row and of the grid at hand.
+    """The loads of all ranks, with the least loaded one at hand.
 
     Rank ``dp * tp_size + tp`` is the one at ``(dp, tp)``. Of equally loaded ones the first column's
     come first, so that large matrices lie in many rows: a row receives what its homes lack. The
-    heaps are lazy: an entry that is no longer its rank's load is dropped when it comes to the top.
+    heap has one entry for each rank; since loads only grow, it is enough to bring an old one up to
+    date when it comes to the top.
     """
 
     def __init__(self, task: _Task, load_kind: _LoadKind) -> None:
@@ -339,18 +341,22 @@ class _Grid:
         self._task = task
         self._load_kind: _LoadKind = load_kind
         self._lines: dict[int, dict[int, _Line]] = {}  # of rows, by how many ranks
-        self._all = sorted((0, rank % task.tp_size, rank) for rank in range(num_ranks))
-        self._rows: list[list[tuple[int, int, int]]] = [
-            [(0, tp, dp * task.tp_size + tp) for tp in range(task.tp_size)]
-            for dp in range(task.dp_size)
-        ]
+        self._heap = sorted((0, rank % task.tp_size, rank) for rank in range(num_ranks))
 
-    def least(self, row: int | None = None) -> int:
-        """Return the least loaded rank of a row, or of the grid."""
-        heap = self._all if row is None else self._rows[row]
-        while heap[0][0] != self.loads[heap[0][2]]:
-            heappop(heap)
-        return heap[0][2]
+    def least(self) -> int:
+        """Return the least loaded rank of the grid."""
+        while True:
+            load, column, rank = self._heap[0]
+            if load == self.loads[rank]:
+                return rank
+            heapreplace(self._heap, (self.loads[rank], column, rank))
+
+    def least_of_row(self, row: int) -> int:
+        """Return the least loaded rank of a row."""
+        tp_size = self._task.tp_size
+        if tp_size == 1:
+            return row
+        return min(range(row * tp_size, (row + 1) * tp_size), key=self.loads.__getitem__)
 
     def least_line(self, i: int, rule: _Rule) -> tuple[int, ...]:
         """Return the ranks that work on an item together, the least loaded ones of a row or column.
@@ -400,12 +406,9 @@ class _Grid:
         """Give a rank an item, or its part of one."""
         self.flops[rank] += self._task.part_flops[i]
         self.numel[rank] += self._task.part_numel[i]
-        load = self._task.load(self.flops[rank], self.numel[rank], self._load_kind)
-        self.loads[rank] = load
-        row, column = divmod(rank, self._task.tp_size)
-        self._lines.pop(row, None)
-        heappush(self._all, (load, column, rank))
-        heappush(self._rows[row], (load, column, rank))
+        self.loads[rank] = self._task.load(self.flops[rank], self.numel[rank], self._load_kind)
+        if self._lines:
+            self._lines.pop(rank // self._task.tp_size, None)
 
 
 def _place(task: _Task, rule: _Rule, load_kind: _LoadKind) -> _Placement:
@@ -416,41 +419,52 @@ def _place(task: _Task, rule: _Rule, load_kind: _LoadKind) -> _Placement:
     loaded rank of the grid. Rule "least" with load "flops" is longest processing time first.
     An item that several ranks work on goes to those of one line, by the same rules.
     """
-    items, grid = task.items, _Grid(task, load_kind)
+    grid = _Grid(task, load_kind)
     sizes = [
         task.load(flops, numel, load_kind)
         for flops, numel in zip(task.part_flops, task.part_numel, strict=True)
     ]
-    ranks = [0] * len(items)
+    ranks = [0] * len(sizes)
     sharers: dict[int, tuple[int, ...]] = {}
-    for i in sorted(range(len(items)), key=lambda i: -sizes[i]):
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         if i in task.sharers:
             sharers[i] = grid.least_line(i, rule)
             for rank in sharers[i]:
                 grid.add(rank, i)
-            continue
-        ranks[i] = grid.least()
-        for row in task.rows[i]:
-            rank = grid.least(row)
-            if (rule == "stay" and grid.has_room(rank, i)) or (
-                rule == "least" and grid.loads[rank] == grid.loads[ranks[i]]
-            ):
-                ranks[i] = rank
-                break
-        grid.add(ranks[i], i)
+        else:
+            ranks[i] = _rank_of(task, grid, rule, i)
+            grid.add(ranks[i], i)
     _exchange_equals(task, ranks)
-    moved_numel = sum(
-        item.numel - item.row_numel(rank // task.tp_size)
-        for i, (item, rank) in enumerate(zip(items, ranks, strict=True))
-        if i not in sharers
-    )
-    for i, line in sharers.items():
-        stays = sum(items[i].row_numel(rank // task.tp_size) for rank in line)
-        moved_numel += items[i].numel - stays // len(line)
     max_flops = max(grid.flops)
     excess_flops = max(0, max_flops - task.max_flops)
     excess_numel = max(0, max(grid.numel) - task.max_numel)
-    return _Placement((excess_flops, excess_numel, moved_numel), ranks, sharers, max_flops)
+    return _Placement((excess_flops, excess_numel), ranks, sharers, max_flops)
+
+
+def _rank_of(task: _Task, grid: _Grid, rule: _Rule, i: int) -> int:
+    """Return the rank that an item goes to; see :func:`_place`."""
+    for row in task.rows[i]:
+        rank = grid.least_of_row(row)
+        if rule == "stay":
+            stays = grid.has_room(rank, i)
+        else:
+            stays = grid.loads[rank] == grid.loads[grid.least()]
+        if stays:
+            return rank
+    return grid.least()
+
+
+def _moved(task: _Task, placed: _Placement) -> int:
+    """Return the elements that leave their row."""
+    moved_numel = sum(
+        item.numel - item.row_numel(rank // task.tp_size)
+        for i, (item, rank) in enumerate(zip(task.items, placed.ranks, strict=True))
+        if i not in placed.sharers
+    )
+    for i, line in placed.sharers.items():
+        stays = sum(task.items[i].row_numel(rank // task.tp_size) for rank in line)
+        moved_numel += task.items[i].numel - stays // len(line)
+    return moved_numel
 
 
 def _exchange_equals(task: _Task, ranks: list[int]) -> None:
@@ -463,6 +477,8 @@ def _exchange_equals(task: _Task, ranks: list[int]) -> None:
         if i not in task.sharers:
             classes[item.flops, item.numel].append(i)
     for members in classes.values():
+        if all([ranks[i] // task.tp_size] == task.rows[i][:1] for i in members):
+            continue  # each is where it wishes to be
         free: dict[int, list[int]] = defaultdict(list)
         for rank in sorted((ranks[i] for i in members), reverse=True):
             free[rank // task.tp_size].append(rank)
@@ -477,17 +493,24 @@ def _exchange_equals(task: _Task, ranks: list[int]) -> None:
             ranks[i] = rank
 
 
+def _outer_rows(item: HomeItem) -> tuple[int, int]:
+    """Return the first and the last row that hold something of an item."""
+    if item.owner is not None:
+        return item.owner, item.owner
+    if isinstance(item.held, EvenlyHeld):
+        return item.held.ranks[0], item.held.ranks[-1]
+    return min(item.held, default=0), max(item.held, default=0)
+
+
 def _check(items: Sequence[HomeItem], dp_size: int, tp_size: int) -> None:
-    names: set[str] = set()
+    names = Counter([item.name for item in items])
+    if len(names) < len(items):
+        ((name, _),) = names.most_common(1)
+        raise PlanError(f"Two matrices are named {name}; a home is chosen by name.")
     for item in items:
-        if item.name in names:
-            raise PlanError(f"Two matrices are named {item.name}; a home is chosen by name.")
-        names.add(item.name)
-        rows: Collection[int] = item.held if item.owner is None else (item.owner,)
-        if item.owner is None and isinstance(item.held, EvenlyHeld):
-            rows = (item.held.ranks[0], item.held.ranks[-1])
-        if not all(0 <= dp < dp_size for dp in rows) or item.tp_size not in (1, tp_size):
+        first, last = _outer_rows(item)
+        if not 0 <= first <= last < dp_size or item.tp_size not in (1, tp_size):
             raise PlanError(
-                f"{item.name} is held by data-parallel ranks {sorted(rows)} and cut into "
+                f"{item.name} is held by data-parallel ranks {first} to {last} and cut into "
                 f"{item.tp_size}; the grid has {dp_size} data- x {tp_size} tensor-parallel ranks."
             )

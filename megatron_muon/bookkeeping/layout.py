@@ -8,12 +8,13 @@ whole matrices, and each owner steps its own::
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace, nsmallest
-from itertools import product
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush, nsmallest
+from itertools import accumulate, pairwise
 
 from megatron_muon.bookkeeping.dist_meta import BufferRange
 
@@ -42,8 +43,11 @@ _MAX_CLOSINGS = 32
 
 _EXCHANGES_PER_OWNER = 4
 _PARTNERS = 4
-"""Bounds on the search for even work: exchanges in a bucket for each owner, and owners that are
-tried as partners for each exchange."""
+"""Bounds on the search for even work: exchanges for each owner, and owners, of different work, that
+are tried as partners for each exchange."""
+
+_Size = tuple[int, int, int]
+"""Elements of a parameter, its Newton-Schulz flops, and the elements aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,8 @@ def compute_owner_layout(
     its stretch of the backward pass is done. They are closed where Megatron closes them, or a
     little later where that saves padding. The largest parameter goes first, each to the shard
     with the fewest elements, and the fullest shard gives the bucket its size: the buffer is never
-    larger than the one of megatron-core 0.19.2. Under that size owners exchange parameters until
-    their Newton-Schulz work, summed over the buckets, is as even as that allows.
+    larger than the one of megatron-core 0.19.2. Under that size owners exchange parameters and
+    whole shards until their Newton-Schulz work, summed over the buckets, is as even as that allows.
 
     The result depends on the sequence of items alone.
 
@@ -154,173 +158,201 @@ def owner_places(
         Start in the buffer, bucket and owner of each item; start and end of each bucket; elements
         of parameters in each bucket.
     """
+    aligned = {numel: _align(numel, PARAM_ALIGNMENT_NUMEL) for numel in {i.numel for i in items}}
+    sizes = [(item.numel, item.flops, aligned[item.numel]) for item in items]
+    cuts = [
+        members
+        for run in _runs(items, num_owners, alignment)
+        for members in _cut_into_buckets(run, bucket_numel)
+    ]
+    unpadded = [sum([sizes[index][0] for index in members]) for members in cuts]
+    packed = [_pack(sizes, members, num_owners, alignment) for members in cuts]
+    if _is_padded_much(num_owners * sum(numel for _, numel in packed), sum(unpadded)):
+        packed = [_pack_tightly(sizes, members, num_owners, alignment) for members in cuts]
+    filled = [
+        _Bucket(
+            shards,
+            [sum([sizes[index][1] for index in shard]) for shard in shards],
+            shard_numel,
+            items[members[0]].alone,
+        )
+        for members, (shards, shard_numel) in zip(cuts, packed, strict=True)
+    ]
+    _balance(sizes, filled, num_owners)
     places = [(0, 0, 0)] * len(items)
     buckets: list[tuple[int, int]] = []
-    unpadded: list[int] = []
-    work = [0] * num_owners
     cursor = 0
-    cuts = _cut_into_buckets(items, bucket_numel, num_owners, alignment)
-    numel = sum(_padded_numel(_sizes(items, c), num_owners, alignment) for c in cuts)
-    is_padded = _is_padded_much(numel, _numel(items, range(len(items))))
-    pack = _pack_tightly if is_padded else _pack
-    for bucket_idx, members in enumerate(cuts):
-        shards, shard_numel = pack(items, members, num_owners, alignment)
-        if not items[members[0]].alone:
-            shards = _balance(items, shards, shard_numel, work)
-        for owner, shard in enumerate(shards):
-            start = cursor + owner * shard_numel
-            for index in _largest_first(items, shard):
+    for bucket_idx, bucket in enumerate(filled):
+        for owner, shard in enumerate(bucket.shards):
+            start = cursor + owner * bucket.shard_numel
+            for index in shard:
                 places[index] = (start, bucket_idx, owner)
-                start += _aligned_numel(items[index])
-            work[owner] += _flops(items, shard)
-        buckets.append((cursor, cursor + num_owners * shard_numel))
-        unpadded.append(_numel(items, members))
+                start += sizes[index][2]
+        buckets.append((cursor, cursor + num_owners * bucket.shard_numel))
         _, cursor = buckets[-1]
     return places, buckets, unpadded
 
 
-def _cut_into_buckets(
-    items: Sequence[LayoutItem],
-    bucket_numel: int | None,
-    num_owners: int,
-    shard_alignment_numel: int,
-) -> list[list[int]]:
-    """Cut the items, last first, into buckets: Megatron's, or others that are padded less.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Items between those with a bucket of their own; each bucket is a stretch of a run.
 
-    The others are Megatron's with what is left over at the end added to the last full bucket, and
-    buckets stretched to where they come out even.
+    Attributes:
+        members: Indices of the items, last first.
+        numels: Elements of each.
+        before: Elements of all items before each position, and of all.
+        num_owners: Shards of a bucket.
+        alignment: Shards are padded to a multiple of this.
+        is_alone: Whether it is an item with a bucket of its own.
     """
 
-    def padded_numel(buckets: Sequence[Sequence[int]]) -> int:
-        return sum(
-            _padded_numel(_sizes(items, members), num_owners, shard_alignment_numel)
-            for members in buckets
-        )
+    members: list[int]
+    numels: list[int]
+    before: list[int]
+    num_owners: int
+    alignment: int
+    is_alone: bool
+    _padded: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    buckets: list[list[int]] = []
-    for run in _runs(items):
-        if bucket_numel is None or items[run[0]].alone:
-            buckets.append(run)
-            continue
-        megatron = _cut(items, run, bucket_numel, num_owners)
-        numel = _numel(items, run)
-        best, best_numel = megatron, padded_numel(megatron)
-        candidates = [_merge_last(megatron)]
-        for percent in _STRETCH_PERCENTS:
-            stretched = _cut(items, run, bucket_numel, num_owners, percent, shard_alignment_numel)
-            for cuts in (*candidates, stretched, _merge_last(stretched)):
-                cuts_numel = padded_numel(cuts)
-                if cuts_numel + numel * _WORTHWHILE_PERCENT // 100 < best_numel:
-                    best, best_numel = cuts, cuts_numel
-            if not _is_padded_much(best_numel, numel):
-                break
-            candidates = []
-        buckets += best
-    return buckets
+    def numel(self, start: int, end: int) -> int:
+        """Return the elements between two positions."""
+        return self.before[end] - self.before[start]
+
+    def padded_numel(self, start: int, end: int) -> int:
+        """Return the elements of the bucket between two positions."""
+        if (start, end) not in self._padded:
+            counts = Counter(self.numels[start:end])
+            self._padded[start, end] = _padded_numel(counts, self.num_owners, self.alignment)
+        return self._padded[start, end]
 
 
-def _runs(items: Sequence[LayoutItem]) -> list[list[int]]:
-    """Return the indices, last first, in runs between the items with a bucket of their own."""
+def _runs(items: Sequence[LayoutItem], num_owners: int, alignment: int) -> list[_Run]:
+    """Return the items, last first, in runs between those with a bucket of their own."""
     runs: list[list[int]] = [[]]
     for index in reversed(range(len(items))):
         if items[index].alone:
             runs += [[index], []]
         else:
             runs[-1].append(index)
-    return [run for run in runs if run]
+    found: list[_Run] = []
+    for members in filter(None, runs):
+        numels = [items[index].numel for index in members]
+        before = list(accumulate(numels, initial=0))
+        found.append(_Run(members, numels, before, num_owners, alignment, items[members[0]].alone))
+    return found
 
 
-def _cut(
-    items: Sequence[LayoutItem],
-    run: Sequence[int],
-    bucket_numel: int,
-    num_owners: int,
-    stretch_percent: int = 100,
-    shard_alignment_numel: int | None = None,
-) -> list[list[int]]:
-    """Cut a run where Megatron does or, given an alignment, where a bucket is padded least."""
-    buckets: list[list[int]] = []
+def _cut_into_buckets(run: _Run, bucket_numel: int | None) -> list[list[int]]:
+    """Cut a run into buckets: Megatron's, or others that are padded less.
+
+    The others are Megatron's with what is left over at the end added to the last full buckets, and
+    buckets stretched to where they come out even.
+    """
+    if bucket_numel is None or run.is_alone:
+        return [run.members]
+    numel = run.numel(0, len(run.members))
+    best = _cut(run, bucket_numel)
+    best_numel = _all_padded(run, best)
+    candidates = list(_merged_at_the_end(run, best))
+    for percent in _STRETCH_PERCENTS:
+        stretched = _cut(run, bucket_numel, percent)
+        for ends in (*candidates, stretched, *_merged_at_the_end(run, stretched)):
+            padded_numel = _all_padded(run, ends)
+            if padded_numel + numel * _WORTHWHILE_PERCENT // 100 < best_numel:
+                best, best_numel = ends, padded_numel
+        if not _is_padded_much(best_numel, numel):
+            break
+        candidates = []
+    return [run.members[start:end] for start, end in pairwise([0, *best])]
+
+
+def _all_padded(run: _Run, ends: Sequence[int]) -> int:
+    """Return the elements of all buckets of a run, given where each ends."""
+    return sum(run.padded_numel(start, end) for start, end in pairwise([0, *ends]))
+
+
+def _cut(run: _Run, bucket_numel: int, stretch_percent: int = 100) -> list[int]:
+    """Return where buckets end: where Megatron's do or, stretched, where they are padded least."""
+    ends: list[int] = []
     start = 0
-    while start < len(run):
-        end = _closing(items, run, start, bucket_numel, num_owners)
-        if shard_alignment_numel is not None:
-            closings = _later_closings(items, run, start, end, stretch_percent)
-            sizes: Counter[int] = Counter()
-            ratios, seen = [], start
-            for later in closings:
-                sizes += _sizes(items, run[seen:later])
-                seen = later
-                padded = _padded_numel(sizes, num_owners, shard_alignment_numel)
-                ratios.append(padded / sum(numel * count for numel, count in sizes.items()))
-            end = closings[ratios.index(min(ratios))]
-        buckets.append(list(run[start:end]))
+    while start < len(run.members):
+        end = _closing(run, start, bucket_numel)
+        if stretch_percent > 100:
+            end = _least_padded(run, start, _later_closings(run, start, end, stretch_percent))
+        ends.append(end)
         start = end
-    return buckets
+    return ends
 
 
-def _closing(
-    items: Sequence[LayoutItem], run: Sequence[int], start: int, bucket_numel: int, num_owners: int
-) -> int:
+def _closing(run: _Run, start: int, bucket_numel: int) -> int:
     """Return the position in the run at which Megatron closes the bucket begun at ``start``."""
     numel = largest = 0
     least = bucket_numel
-    for position in range(start, len(run)):
-        added = items[run[position]].numel
+    for position in range(start, len(run.members)):
+        added = run.numels[position]
         numel += added
         if added > largest:
             largest = added
-            least = max(bucket_numel, int(num_owners * largest * FILL_BEFORE_CLOSING))
+            least = max(bucket_numel, int(run.num_owners * largest * FILL_BEFORE_CLOSING))
         if numel >= least:
             return position + 1
-    return len(run)
+    return len(run.members)
 
 
-def _later_closings(
-    items: Sequence[LayoutItem], run: Sequence[int], start: int, end: int, stretch_percent: int
-) -> Sequence[int]:
+def _later_closings(run: _Run, start: int, end: int, stretch_percent: int) -> range:
     """Return positions from ``end`` up to which the bucket may be stretched, ``end`` first."""
-    spare_numel = _numel(items, run[start:end]) * (stretch_percent - 100) // 100
-    last = end
-    while last < len(run) and spare_numel >= items[run[last]].numel:
-        spare_numel -= items[run[last]].numel
-        last += 1
+    most = run.before[end] + run.numel(start, end) * (stretch_percent - 100) // 100
+    last = bisect_right(run.before, most) - 1
     return range(end, last + 1, _ceil_div(last + 1 - end, _MAX_CLOSINGS))
 
 
-def _merge_last(buckets: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the buckets with the last two made one.
+def _least_padded(run: _Run, start: int, closings: Sequence[int]) -> int:
+    """Return the first of the positions at which the bucket begun at ``start`` is padded least."""
+    counts: Counter[int] = Counter()
+    ratios: list[float] = []
+    seen = start
+    for end in closings:
+        counts.update(run.numels[seen:end])
+        seen = end
+        padded = _padded_numel(counts, run.num_owners, run.alignment)
+        ratios.append(padded / run.numel(start, end))
+    return closings[ratios.index(min(ratios))]
+
+
+def _merged_at_the_end(run: _Run, ends: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the cuts with the last two buckets made one, the last three and so on.
 
     The last holds what is left over, but takes no fewer elements than ``num_owners`` times its
-    largest matrix.
+    largest matrix. As many buckets as fit into its padding are tried, which costs no overlap since
+    it becomes no larger, and one more, until little padding is left.
     """
-    merged = [list(members) for members in buckets]
-    if len(merged) > 1:
-        merged[-2:] = [merged[-2] + merged[-1]]
-    return merged
+    starts = [0, *ends]
+    last_numel = run.padded_numel(*starts[-2:])
+    for num_kept in reversed(range(len(ends) - 1)):
+        merged = [*ends[:num_kept], ends[-1]]
+        yield merged
+        is_padded = _is_padded_much(_all_padded(run, merged), run.before[-1])
+        if not is_padded or run.padded_numel(starts[num_kept], ends[-1]) > last_numel:
+            return
 
 
-def _largest_first(items: Sequence[LayoutItem], members: Sequence[int]) -> list[int]:
+def _largest_first(sizes: Sequence[_Size], members: Sequence[int]) -> list[int]:
     """Return members by elements, then by work, the largest first, then in their order."""
-    if len(members) < 2:
-        return list(members)
-    keys = sorted([(-items[i].numel, -items[i].flops, i) for i in members])
-    return [i for _, _, i in keys]
+    return sorted(sorted(members), key=sizes.__getitem__, reverse=True)
 
 
-def _sizes(items: Sequence[LayoutItem], members: Sequence[int]) -> Counter[int]:
-    """Return how many members there are of each number of elements."""
-    return Counter([items[index].numel for index in members])
-
-
-def _padded_numel(sizes: Mapping[int, int], num_owners: int, shard_alignment_numel: int) -> int:
+def _padded_numel(counts: Mapping[int, int], num_owners: int, shard_alignment_numel: int) -> int:
     """Return the elements of the bucket that :func:`_pack` makes, from the sizes alone.
 
-    Equal members go to equally full shards together, so that thousands of experts take a few steps.
+    Args:
+        counts: How many members there are of each number of elements.
+        num_owners: Shards.
+        shard_alignment_numel: Shards are padded to a multiple of this.
     """
     ends = [(0, num_owners)]
     last = 0
-    for numel in sorted(sizes, reverse=True):
-        left = sizes[numel]
+    for numel in sorted(counts, reverse=True):
+        left = counts[numel]
         while left:
             end, owners = heappop(ends)
             while ends and ends[0][0] == end:
@@ -336,51 +368,59 @@ def _padded_numel(sizes: Mapping[int, int], num_owners: int, shard_alignment_num
 
 
 def _pack(
-    items: Sequence[LayoutItem],
-    members: Sequence[int],
-    num_owners: int,
-    shard_alignment_numel: int,
+    sizes: Sequence[_Size], members: Sequence[int], num_owners: int, shard_alignment_numel: int
 ) -> tuple[list[list[int]], int]:
     """Spread a bucket's members over the shards by elements, the largest first.
+
+    Each goes to the shard that ends first. Equal members go to equally full shards together, so
+    that thousands of experts take a few steps.
 
     Returns:
         The members of each shard, and the elements of a shard.
     """
-    ordered = _largest_first(items, members)
+    alike: dict[_Size, list[int]] = defaultdict(list)
+    for index in sorted(members):
+        alike[sizes[index]].append(index)
     shards: list[list[int]] = [[] for _ in range(num_owners)]
-    ends = [(0, owner) for owner in range(num_owners)]
+    ends = [(0, list(range(num_owners)))]
     last = 0
-    for index in ordered:
-        end, owner = ends[0]
-        end = _align(end, PARAM_ALIGNMENT_NUMEL) + items[index].numel
-        heapreplace(ends, (end, owner))
-        shards[owner].append(index)
-        last = max(last, end)
+    for size in sorted(alike, reverse=True):
+        left = alike[size]
+        while left:
+            end, owners = heappop(ends)
+            while ends and ends[0][0] == end:
+                owners = sorted(owners + heappop(ends)[1])
+            for owner, index in zip(owners, left, strict=False):
+                shards[owner].append(index)
+            given, kept = owners[: len(left)], owners[len(left) :]
+            left = left[len(given) :]
+            if kept:
+                heappush(ends, (end, kept))
+            end = _align(end, PARAM_ALIGNMENT_NUMEL) + size[0]
+            heappush(ends, (end, given))
+            last = max(last, end)
     return shards, _align(last, shard_alignment_numel)
 
 
 def _pack_tightly(
-    items: Sequence[LayoutItem],
-    members: Sequence[int],
-    num_owners: int,
-    shard_alignment_numel: int,
+    sizes: Sequence[_Size], members: Sequence[int], num_owners: int, shard_alignment_numel: int
 ) -> tuple[list[list[int]], int]:
     """Pack as :func:`_pack`; where that leaves much padding, fill shards up to a common size.
 
     24 matrices of 4 elements, 12 of 3 and 12 of 1 fit into 16 shards of 9 (4 4 1 and 3 3 3), where
     the former takes 10. The work of the shards is then less even, so that this comes last.
     """
-    numel = _padded_numel(_sizes(items, members), num_owners, shard_alignment_numel) // num_owners
-    ordered = _largest_first(items, members)
-    aligned = [_aligned_numel(items[i]) for i in ordered]
+    shards, shard_numel = _pack(sizes, members, num_owners, shard_alignment_numel)
+    ordered = _largest_first(sizes, members)
+    aligned = [sizes[i][2] for i in ordered]
     least = max(_ceil_div(sum(aligned), num_owners), *aligned)
-    if _is_padded_much(numel, least):
+    if _is_padded_much(shard_numel, least):
         for percent in range(_MAX_PADDING_PERCENT + 1):
             limit = least * (100 + percent) // 100
             filled = _fill(ordered, aligned, num_owners, limit)
             if filled is not None:
                 return filled, _align(limit, shard_alignment_numel)
-    return _pack(items, members, num_owners, shard_alignment_numel)
+    return shards, shard_numel
 
 
 def _fill(
@@ -410,105 +450,142 @@ def _is_padded_much(numel: int, param_numel: int) -> bool:
     return numel * 100 > param_numel * (100 + _MAX_PADDING_PERCENT)
 
 
-def _balance(
-    items: Sequence[LayoutItem],
-    shards: Sequence[Sequence[int]],
-    shard_numel: int,
-    work: Sequence[int],
-) -> list[list[int]]:
-    """Give each owner a shard so that the work of all, former buckets included, is even.
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A bucket's members.
 
-    The costliest shard goes to the owner with the least work so far. Then the busiest owner gives
-    one parameter to one of the idlest, or exchanges one with it, as long as that helps and both
-    shards have room.
-
-    Args:
-        items: All parameters.
-        shards: Members of each shard of the bucket.
+    Attributes:
+        shards: The members of each owner's shard, the largest first; :func:`_balance` changes them.
+        costs: Flops of each shard.
         shard_numel: Elements of a shard.
-        work: Flops of each owner before this bucket.
-
-    Returns:
-        The members of each owner's shard.
+        is_alone: Whether it is a bucket of one item that stays at the first owner.
     """
-    costs = sorted((-_flops(items, shard), s) for s, shard in enumerate(shards))
-    owners = sorted(range(len(shards)), key=lambda owner: (work[owner], owner))
-    balanced: list[list[int]] = [[] for _ in shards]
-    loads = list(work)
-    for (cost, s), owner in zip(costs, owners, strict=True):
-        balanced[owner] = list(shards[s])
-        loads[owner] -= cost
-    for _ in range(_EXCHANGES_PER_OWNER * len(shards)):
-        busiest = loads.index(max(loads))
-        idlest = nsmallest(_PARTNERS, range(len(loads)), key=lambda owner: (loads[owner], owner))
-        for idle in idlest:
-            spare_flops = loads[busiest] - loads[idle]
-            exchange = _best_exchange(
-                items, balanced[busiest], balanced[idle], spare_flops, shard_numel
-            )
+
+    shards: list[list[int]]
+    costs: list[int]
+    shard_numel: int
+    is_alone: bool
+
+
+def _balance(sizes: Sequence[_Size], buckets: Sequence[_Bucket], num_owners: int) -> None:
+    """Give each owner shards so that the work of all is even.
+
+    Bucket by bucket, the one with the costliest parameter first, the costliest shard goes to the
+    owner with the least work so far. Then the busiest owner exchanges with one of the idlest, as
+    long as that helps.
+    """
+    work = [0] * num_owners
+    for bucket in sorted(buckets, key=partial(_order, sizes)):
+        if not bucket.is_alone:
+            _deal(bucket, sorted(range(num_owners), key=work.__getitem__))
+        work = [sum(both) for both in zip(work, bucket.costs, strict=True)]
+    movable = [bucket for bucket in buckets if not bucket.is_alone]
+    for _ in range(_EXCHANGES_PER_OWNER * num_owners):
+        busy = work.index(max(work))
+        # Of those with equal work the first.
+        owners = dict(zip(reversed(work), reversed(range(num_owners)), strict=True))
+        for flops in nsmallest(_PARTNERS, owners):
+            idle = owners[flops]
+            exchange = _best_exchange(sizes, movable, busy, idle, work[busy] - work[idle])
             if exchange is not None:
                 break
         else:
-            break
-        for index, giver, taker in zip(exchange, (busiest, idle), (idle, busiest), strict=True):
-            if index is not None:
-                balanced[giver].remove(index)
-                balanced[taker].append(index)
-                loads[giver] -= items[index].flops
-                loads[taker] += items[index].flops
-    return balanced
+            return
+        exchange.make(sizes, busy, idle)
+        work[busy] -= exchange.flops
+        work[idle] += exchange.flops
+
+
+def _order(sizes: Sequence[_Size], bucket: _Bucket) -> tuple[bool, int]:
+    """Return what buckets are sorted by: what is fixed comes first, then what is hard to match."""
+    costliest = max([sizes[index][1] for shard in bucket.shards for index in shard])
+    return not bucket.is_alone, -costliest
+
+
+def _deal(bucket: _Bucket, owners: Sequence[int]) -> None:
+    """Give the shards of a bucket to owners in their order, the costliest first."""
+    ranked = sorted(range(len(owners)), key=bucket.costs.__getitem__, reverse=True)
+    shard_of = [shard for _, shard in sorted(zip(owners, ranked, strict=True))]
+    bucket.shards[:] = [bucket.shards[shard] for shard in shard_of]
+    bucket.costs[:] = [bucket.costs[shard] for shard in shard_of]
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """What two owners exchange in a bucket.
+
+    Attributes:
+        bucket: The bucket.
+        flops: Work that the one is relieved of.
+        given: What it gives.
+        taken: What it takes for it.
+    """
+
+    bucket: _Bucket
+    flops: int
+    given: list[int]
+    taken: list[int]
+
+    def make(self, sizes: Sequence[_Size], busy: int, idle: int) -> None:
+        """Make the exchange between two owners."""
+        shards, costs = self.bucket.shards, self.bucket.costs
+        for owner, less, more in (busy, self.given, self.taken), (idle, self.taken, self.given):
+            shards[owner] = _largest_first(sizes, [*{*shards[owner]}.difference(less), *more])
+        costs[busy] -= self.flops
+        costs[idle] += self.flops
 
 
 def _best_exchange(
-    items: Sequence[LayoutItem],
-    busy: Sequence[int],
-    idle: Sequence[int],
-    spare_flops: int,
-    shard_numel: int,
-) -> tuple[int, int | None] | None:
-    """Return what one owner gives another, and takes for it, so that their work is most alike.
+    sizes: Sequence[_Size], buckets: Sequence[_Bucket], busy: int, idle: int, spare_flops: int
+) -> _Exchange | None:
+    """Return the exchange after which the work of two owners is most alike, ``None`` if none helps.
+
+    They exchange their shards of a bucket or, where both have room, one parameter for one, or one
+    for nothing.
 
     Args:
-        items: All parameters.
-        busy: Members of the shard of the owner with more work.
-        idle: Members of the shard of the owner with less work.
+        sizes: Of all parameters.
+        buckets: The buckets.
+        busy: The owner with more work.
+        idle: The owner with less.
         spare_flops: Work of the one minus that of the other.
-        shard_numel: Elements that a shard may have.
-
-    Returns:
-        The parameter given and the one taken, if any; ``None`` if no exchange makes it better.
     """
-    busy_numel, idle_numel = (sum(_aligned_numel(items[i]) for i in s) for s in (busy, idle))
-    best: tuple[int, int | None] | None = None
+    best: _Exchange | None = None
     best_gap = spare_flops
-    for given, taken in product(_distinct(items, busy), [*_distinct(items, idle), None]):
-        flops, numel = items[given].flops, _aligned_numel(items[given])
-        if taken is not None:
-            flops, numel = flops - items[taken].flops, numel - _aligned_numel(items[taken])
-        gap = abs(spare_flops - 2 * flops)
-        if gap < best_gap and busy_numel - numel <= shard_numel >= idle_numel + numel:
-            best, best_gap = (given, taken), gap
+    for bucket in buckets:
+        for flops, given, taken in _exchanges(sizes, bucket, busy, idle):
+            gap = abs(spare_flops - 2 * flops)
+            if gap < best_gap:
+                best, best_gap = _Exchange(bucket, flops, given, taken), gap
     return best
 
 
-def _distinct(items: Sequence[LayoutItem], members: Sequence[int]) -> list[int]:
-    """Return one member of each size and cost, the first."""
-    firsts: dict[tuple[int, int], int] = {}
+def _exchanges(
+    sizes: Sequence[_Size], bucket: _Bucket, busy: int, idle: int
+) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield what two owners can exchange: the flops moved, what is given and what is taken."""
+    busy_shard, idle_shard = bucket.shards[busy], bucket.shards[idle]
+    yield bucket.costs[busy] - bucket.costs[idle], busy_shard, idle_shard
+    busy_room, idle_room = (
+        bucket.shard_numel - sum([sizes[i][2] for i in shard]) for shard in (busy_shard, idle_shard)
+    )
+    takable = _distinct(sizes, idle_shard)
+    for given in _distinct(sizes, busy_shard):
+        _, flops, numel = sizes[given]
+        if numel <= idle_room:
+            yield flops, [given], []
+        for taken in takable:
+            more = sizes[taken][2] - numel
+            if -idle_room <= more <= busy_room:
+                yield flops - sizes[taken][1], [given], [taken]
+
+
+def _distinct(sizes: Sequence[_Size], members: Sequence[int]) -> list[int]:
+    """Return one member of each size, the first."""
+    firsts: dict[_Size, int] = {}
     for index in members:
-        firsts.setdefault((items[index].numel, items[index].flops), index)
+        firsts.setdefault(sizes[index], index)
     return list(firsts.values())
-
-
-def _numel(items: Sequence[LayoutItem], members: Sequence[int]) -> int:
-    return sum(items[index].numel for index in members)
-
-
-def _flops(items: Sequence[LayoutItem], members: Sequence[int]) -> int:
-    return sum(items[index].flops for index in members)
-
-
-def _aligned_numel(item: LayoutItem) -> int:
-    return _align(item.numel, PARAM_ALIGNMENT_NUMEL)
 
 
 def _align(value: int, multiple: int) -> int:

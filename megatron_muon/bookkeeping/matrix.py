@@ -7,9 +7,9 @@ q, k, v and an output gate in every query group, gate and up, single heads, stac
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from operator import attrgetter
 
 from megatron_muon.errors import ConfigurationError, PlanError
 
@@ -104,7 +104,7 @@ class LogicalBlock:
         return [self.matrix_shape(shape)] * self.batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogicalMatrix:
     """One weight before any sharding, and the shard of it that a rank holds.
 
@@ -153,11 +153,9 @@ class LogicalMatrix:
             )
 
     def renamed(self, name: str) -> LogicalMatrix:
-        """Return the same matrix under another name, which needs no second check."""
-        same, put = object.__new__(LogicalMatrix), object.__setattr__
-        for attribute, value in zip(_ATTRIBUTES, _values_of(self), strict=True):
-            put(same, attribute, value)
-        put(same, "name", name)
+        """Return the same matrix under another name, with what is known of it: all but its name."""
+        same = object.__new__(LogicalMatrix)
+        vars(same).update(vars(self), name=name)
         return same
 
     @property
@@ -170,7 +168,7 @@ class LogicalMatrix:
         """Ranks of the row that cuts it."""
         return self.tp_size * self.gtp_size
 
-    @property
+    @cached_property
     def tp_shape(self) -> tuple[int, int]:
         """Shape of one tensor-parallel shard, before its rows are cut."""
         if self.tp_dim is None:
@@ -217,9 +215,12 @@ class LogicalMatrix:
 
     def ns_flops(self, num_steps: int) -> int:
         """Flops of Newton-Schulz on every block, in the standard form."""
+        return num_steps * self._step_flops
+
+    @cached_property
+    def _step_flops(self) -> int:
         return sum(
-            num_steps * block.batch * step_flops(*block.matrix_shape(self.shape))
-            for block in self.blocks
+            block.batch * step_flops(*block.matrix_shape(self.shape)) for block in self.blocks
         )
 
     def local_blocks(self) -> tuple[LogicalBlock, ...]:
@@ -268,10 +269,6 @@ class LogicalMatrix:
                 low, high = max(start, piece * length), min(end, (piece + 1) * length)
                 shards[rank].append((matrix, low + shift, high + shift))
         return shards
-
-
-_ATTRIBUTES = tuple(field.name for field in fields(LogicalMatrix))
-_values_of = attrgetter(*_ATTRIBUTES)
 
 
 def check_cover(name: str, shape: tuple[int, int], blocks: Sequence[LogicalBlock]) -> None:

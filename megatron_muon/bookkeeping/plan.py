@@ -62,26 +62,35 @@ class Piece:
     range: ParamRange
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Slices(Sequence[Piece]):
     """The pieces of a matrix that lies in equal shards, each made when it is looked at.
 
     A plan of a thousand ranks has a million of them, and few are ever looked at.
 
     Attributes:
-        first: Data-parallel rank that holds the matrix's first element.
-        head: Elements of the matrix in that rank's shard.
+        ranks: Data-parallel ranks that hold the matrix, in the order of its elements.
+        head: Elements of the matrix in the first one's shard.
         shard: Elements of a shard.
         numel: Elements of the matrix.
     """
 
-    first: int
-    head: int
-    shard: int
-    numel: int
+    __slots__ = ("head", "numel", "ranks", "shard")
+
+    def __init__(self, first: int, head: int, shard: int, numel: int) -> None:
+        """Cut a matrix.
+
+        Args:
+            first: Data-parallel rank that holds the matrix's first element.
+            head: Elements of the matrix in that rank's shard.
+            shard: Elements of a shard.
+            numel: Elements of the matrix.
+        """
+        num_more = -((head - numel) // shard) if numel > head else 0
+        self.ranks = range(first, first + 1 + num_more)
+        self.head, self.shard, self.numel = head, shard, numel
 
     def __len__(self) -> int:
-        return 1 + max(0, -(-(self.numel - self.head) // self.shard))
+        return len(self.ranks)
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
@@ -105,18 +114,16 @@ class Slices(Sequence[Piece]):
     def _piece(self, position: int) -> Piece:
         start = self.head + (position - 1) * self.shard if position else 0
         end = min(self.head + position * self.shard, self.numel)
-        return Piece(self.first + position, ParamRange(start, end))
+        return Piece(self.ranks[position], ParamRange(start, end))
 
     def of(self, rank: int) -> Piece | None:
         """Return what a data-parallel rank holds."""
-        position = rank - self.first
-        return self._piece(position) if 0 <= position < len(self) else None
+        return self._piece(rank - self.ranks[0]) if rank in self.ranks else None
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Yield rank, start and end of each."""
         cuts = range(self.head, self.numel, self.shard)
-        ranks = range(self.first, self.first + len(self))
-        return zip(ranks, chain((0,), cuts), chain(cuts, (self.numel,)), strict=True)
+        return zip(self.ranks, chain((0,), cuts), chain(cuts, (self.numel,)), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +161,10 @@ class OwnedMatrix:
     @property
     def owner(self) -> int | None:
         """The data-parallel rank that holds all of it, ``None`` if it is cut."""
-        if len(self.pieces) > 1:
-            return None
-        return self.pieces.first if isinstance(self.pieces, Slices) else self.pieces[0].rank
+        pieces = self.pieces
+        if isinstance(pieces, Slices):
+            return pieces.ranks[0] if len(pieces.ranks) == 1 else None
+        return pieces[0].rank if len(pieces) == 1 else None
 
     @property
     def grid(self) -> Grid:
@@ -325,22 +333,16 @@ def make_plan(
         PlanError: Two matrices have one name.
     """
     ordered = sorted(owned, key=lambda o: o.matrix.name)
-    for item, following in pairwise(ordered):
-        if item.matrix.name == following.matrix.name:
+    names = [item.matrix.name for item in ordered]
+    for name, following in pairwise(names):
+        if name == following:
             raise PlanError(
-                f"Two matrices are named {item.matrix.name}. Muon plans by name: give the modules "
+                f"Two matrices are named {name}. Muon plans by name: give the modules "
                 "of each model chunk names of their own, or a layer_number where they are "
                 "numbered layers."
             )
     homes: dict[str, tuple[Home, ...]] = {}
-    known: dict[tuple[tuple[int, int], int], int] = {}
-    flops: dict[str, int] = {}
-    for item in ordered:  # experts by the thousand share their blocks
-        matrix = item.matrix
-        key = (matrix.shape, id(matrix.blocks))
-        if key not in known:
-            known[key] = matrix.ns_flops(num_steps)
-        flops[matrix.name] = known[key]
+    flops = {name: o.matrix.ns_flops(num_steps) for name, o in zip(names, ordered, strict=True)}
     for size, members in _by_ranks(ordered, grids):
         if not one_rank_each:
             homes |= {o.matrix.name: (Home(o.owner, 0),) for o in members if o.owner is not None}
@@ -351,12 +353,10 @@ def make_plan(
     return Plan(
         matrices=tuple(
             PlannedMatrix(
-                owned=item,
-                home=homes[item.matrix.name][0],
-                flops=flops[item.matrix.name],
-                sharers=homes[item.matrix.name] if len(homes[item.matrix.name]) > 1 else (),
+                owned=item, home=at[0], flops=flops[name], sharers=at if len(at) > 1 else ()
             )
-            for item in ordered
+            for name, item in zip(names, ordered, strict=True)
+            for at in (homes[name],)
         ),
         grids=dict(grids),
         buffer_numel=sum(item.matrix.local_numel for item in ordered)
@@ -387,9 +387,8 @@ def _by_ranks(
 
 
 def _home_item(owned: OwnedMatrix, flops: int, may_be_shared: bool) -> HomeItem:
-    matrix = owned.matrix
+    matrix, owner = owned.matrix, owned.owner
     row_size = matrix.row_size if matrix.is_cut else 1
-    owner = owned.owner
     return HomeItem(
         name=matrix.name,
         flops=flops,
@@ -410,5 +409,5 @@ def _held(owned: OwnedMatrix, row_size: int) -> Mapping[int, int]:
         }
     if isinstance(owned.pieces, Slices):
         slices = owned.pieces
-        return EvenlyHeld(slices.first, slices.head, slices.shard, slices.numel)
+        return EvenlyHeld(slices.ranks, slices.head, slices.shard, slices.numel)
     return {rank: end - start for rank, start, end in owned.spans()}

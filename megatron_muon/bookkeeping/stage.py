@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from megatron_muon.bookkeeping.buffers import BufferLayout, flat_layout, owner_layout
 from megatron_muon.bookkeeping.costs import Hardware, LayoutCosts, Work, predict_seconds
@@ -88,8 +89,7 @@ def bucket_numel_of(
     return given or max(40_000_000, 1_000_000 * dp_cp)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A parameter to lay out.
 
     Attributes:

@@ -27,9 +27,8 @@ class Traffic:
         nbytes: Bytes received from other ranks.
         peak_scratch_nbytes: Most bytes of scratch in use at one time: here those of the buffers of
             one collective. An optimizer that takes all of it from an arena writes the most that
-            the arena had lent: these buffers, shards and matrices that are put together, and blocks
-            that are gathered from several runs of lines. What Newton-Schulz works in and what is
-            orthogonalized of a rank's own pieces are in neither.
+            the arena had lent: these buffers, what is orthogonalized, shards and matrices that are
+            put together, and what Newton-Schulz works in, but for shared blocks.
     """
 
     calls: int = 0

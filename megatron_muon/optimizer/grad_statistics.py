@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from megatron.core.optimizer import optimizer as host
 
 from megatron_muon.collectives.span import Span
 from megatron_muon.errors import ConfigurationError
+
+_PIECE_NUMEL = 1 << 17
+"""Elements that are measured at a time on a CPU: 1 MiB in fp64."""
 
 
 def norm_groups() -> tuple[str | None, ...]:
@@ -79,8 +83,21 @@ def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not tensors:
         return []
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return list(torch._foreach_mul(norms, norms))
+    pieces = [_pieces(x) for x in tensors]
+    norms = torch._foreach_norm(list(chain(*pieces)), 2, dtype=torch.float64)
+    of_pieces = torch.split(torch.stack(norms).square_(), [len(each) for each in pieces])
+    return [each.sum() for each in of_pieces]
+
+
+def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the parts of a tensor that are measured one by one.
+
+    On a CPU torch copies what it measures to fp64: pieces take less memory, and half the time
+    where the copy stays in the second-level cache.
+    """
+    if x.device.type != "cpu" or not x.numel():
+        return (x,)
+    return torch.split(x.reshape(-1), _PIECE_NUMEL)
 
 
 def measure(members: Sequence[Member], span: Span, count_zeros: bool) -> GradStatistics:

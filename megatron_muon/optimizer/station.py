@@ -172,7 +172,7 @@ class Station:
                     self.count(shape)
         with self.account.phase("newton_schulz"):
             self.settings.orthogonalization.blocks(
-                [view for view, _ in in_place], [target for _, target in in_place]
+                [view for view, _ in in_place], [target for _, target in in_place], self.wire.arena
             )
             self._orthogonalize_copies(scattered)
 
@@ -202,7 +202,7 @@ class Station:
                     copies.append(as_matrix(copy, block))
                     used += numels[end]
                     end += 1
-                self.settings.orthogonalization.blocks(copies, copies)
+                self.settings.orthogonalization.blocks(copies, copies, self.wire.arena)
                 for (_, target, _), copy in zip(scattered[first:end], copies, strict=True):
                     target.copy_(copy.view(target.shape))
                 first = end

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 
@@ -57,6 +57,7 @@ def orthogonalize_blocks(
     batch_nbytes: int = BATCH_NBYTES,
     use_syrk: bool = False,
     kernel_name: KernelName = "auto",
+    lender: Lender | None = None,
 ) -> None:
     """Write the orthogonalized blocks.
 
@@ -75,6 +76,7 @@ def orthogonalize_blocks(
         batch_nbytes: Bytes of the largest batch; a single block may be larger.
         use_syrk: Whether to multiply by emerging-optimizers' Triton SYRK where it applies.
         kernel_name: As in :func:`.kernels.choose_kernel`.
+        lender: Where scratch comes from, ``None`` for memory that is kept between calls.
     """
     groups: dict[tuple[int, int, torch.device], list[int]] = {}
     for i, x in enumerate(xs):
@@ -90,30 +92,51 @@ def orthogonalize_blocks(
             arithmetic,
             device,
             use_syrk=use_syrk and syrk_applies(short, long, arithmetic.dtype, device),
+            lender=_KEPT if lender is None else lender,
         )
         if not kernel.batched and short * long >= _LEAST_NUMEL_IN_OUT:
             for i in members:
-                is_tall = xs[i].shape[0] > xs[i].shape[1]
-                memory = _memory_of(outs[i]) if _may_be_worked_in(outs[i], xs[i]) else None
-                workspace = _Workspace((1, short, long), task, is_tall, memory)
-                workspace.run([xs[i]], [outs[i]])
-                workspace.memory.give_back()
-                del workspace  # before the next is made
-            continue
-        fitting = max(1, batch_nbytes // (short * long * arithmetic.dtype.itemsize))
-        count = min(fitting, len(members)) if kernel.batched else 1
-        workspace = _Workspace((count, short, long), task)
-        with _one_thread() if kernel.batched else nullcontext():
-            for first in range(0, len(members), count):
-                batch = members[first : first + count]
-                workspace.run([xs[i] for i in batch], [outs[i] for i in batch])
-        workspace.memory.give_back()
-        del workspace
+                _in_its_result(xs[i], outs[i], task)
+        else:
+            fitting = max(1, batch_nbytes // (short * long * arithmetic.dtype.itemsize))
+            count = min(fitting, len(members)) if kernel.batched else 1
+            with _one_thread() if kernel.batched else nullcontext():
+                _in_batches(
+                    [xs[i] for i in members], [outs[i] for i in members], task,
+                    (count, short, long),
+                )  # fmt: skip
+
+
+def _in_its_result(x: torch.Tensor, out: torch.Tensor, task: _Task) -> None:
+    """Orthogonalize a block in the memory of its result, if that lies so."""
+    memory = _memory_of(out) if _may_be_worked_in(out, x) else None
+    is_tall = x.shape[0] > x.shape[1]
+    workspace = _Workspace((1, min(x.shape), max(x.shape)), task, is_tall, memory)
+    try:
+        workspace.run([x], [out])
+    finally:
+        task.lender.give_back(workspace.memory)
+
+
+def _in_batches(
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    task: _Task,
+    shape: tuple[int, int, int],
+) -> None:
+    """Orthogonalize blocks, as many at a time as ``shape`` says first."""
+    workspace = _Workspace(shape, task)
+    try:
+        for first in range(0, len(xs), shape[0]):
+            batch = slice(first, first + shape[0])
+            workspace.run(xs[batch], outs[batch])
+    finally:
+        task.lender.give_back(workspace.memory)
 
 
 def give_up_scratch() -> None:
     """Give up the memory that is kept for the next call; that call takes new memory."""
-    _Memory.kept.clear()
+    _KEPT.pieces.clear()
 
 
 def normalize(x: torch.Tensor) -> None:
@@ -153,6 +176,7 @@ class _Task:
         arithmetic: How products are computed.
         device: Where.
         use_syrk: Whether the Triton SYRK multiplies.
+        lender: Where scratch comes from.
     """
 
     coefficients: Coefficients
@@ -161,6 +185,7 @@ class _Task:
     arithmetic: Arithmetic
     device: torch.device
     use_syrk: bool
+    lender: Lender
 
     @property
     def num_squares(self) -> int:
@@ -230,13 +255,13 @@ class _Workspace:
         rounding_at = _place(_nbytes((1, 1, rounding), torch.bfloat16), free)
 
         given = 0 if source_memory is None else other
-        self.memory = _Memory(free[-1].start - given, task.device)
+        self.memory = task.lender.take(free[-1].start - given, torch.uint8, task.device)
 
         def cut(at: int, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
             if source_memory is not None and at < given:
                 tensor = _cut(source_memory, at, shape, dtype)
             else:
-                tensor = _cut(self.memory.flat, at - given, shape, dtype)
+                tensor = _cut(self.memory, at - given, shape, dtype)
             return tensor if task.kernel.batched else tensor[0]
 
         self._source = cut(0, natural, torch.float32)
@@ -345,28 +370,40 @@ def _memory_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().view(-1).view(torch.uint8)
 
 
-class _Memory:
-    """A piece of memory.
+class Lender(Protocol):
+    """Lends flat memory, such as a :class:`megatron_muon.collectives.arena.Arena`."""
 
-    On a CPU the piece last given back is kept for the next call. The C library would return a large
-    one to the system, which has to clear each of its pages again: 3 to 7 % of a call's time.
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Lend a flat tensor of so many elements or more; what is in it means nothing."""
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Take back what :meth:`take` lent."""
+
+
+class _Kept:
+    """Keeps the piece last given back for the next call, on a CPU.
+
+    The C library would return a large one to the system, which has to clear each of its pages
+    again: 3 to 7 % of a call's time.
     """
 
-    kept: ClassVar[list[torch.Tensor]] = []
+    def __init__(self) -> None:
+        self.pieces: list[torch.Tensor] = []
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        kept = self.kept.pop() if self.kept and device.type == "cpu" else None
-        if kept is None or kept.numel() < nbytes:
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        kept = self.pieces.pop() if self.pieces and device.type == "cpu" else None
+        if kept is None or kept.numel() < numel or kept.dtype != dtype:
             kept = None  # before the larger one is made
-            kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.flat = kept
+            kept = torch.empty(numel, dtype=dtype, device=device)
+        return kept
 
-    def give_back(self) -> None:
-        """Keep the piece for the next call if it is small; nothing cut from it may be in use."""
-        flat = self.flat
-        is_small = flat.device.type == "cpu" and flat.numel() <= KEPT_NBYTES
-        if is_small and not flat.is_inference():  # which no later call could write to
-            self.kept[:] = [flat]
+    def give_back(self, tensor: torch.Tensor) -> None:
+        is_small = tensor.device.type == "cpu" and tensor.nbytes <= KEPT_NBYTES
+        if is_small and not tensor.is_inference():  # which no later call could write to
+            self.pieces[:] = [tensor]
+
+
+_KEPT = _Kept()
 
 
 def _nbytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:

@@ -16,7 +16,7 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 from emerging_optimizers.utils import fp32_matmul_precision
 
 from megatron_muon.orthogonalize.arithmetic import choose_arithmetic, products_in
-from megatron_muon.orthogonalize.blocks import BATCH_NBYTES, orthogonalize_blocks
+from megatron_muon.orthogonalize.blocks import BATCH_NBYTES, Lender, orthogonalize_blocks
 from megatron_muon.orthogonalize.coefficients import Coefficients, coefficients
 from megatron_muon.orthogonalize.kernels import KernelName
 
@@ -61,7 +61,10 @@ class Orthogonalization:
         return self.blocks([x])[0]
 
     def blocks(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None = None
+        self,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None = None,
+        lender: Lender | None = None,
     ) -> Sequence[torch.Tensor]:
         """Return the scaled updates of many blocks: bit for bit those of :meth:`block`.
 
@@ -70,6 +73,7 @@ class Orthogonalization:
         Args:
             xs: Blocks, ``(m, n)`` each, fp32 or bf16, of any shapes.
             outs: Where the updates go, fp32; each may be its block. ``None`` makes new tensors.
+            lender: Where scratch comes from, ``None`` for memory that is kept between calls.
 
         Returns:
             The updates, fp32, in the same order.
@@ -85,8 +89,9 @@ class Orthogonalization:
                     update.mul_(self._scale_of_mode(*update.shape)).mul_(self.extra_scale_factor)
             return updates
         _orthogonalize_into(
-            xs, updates, steps, self.matmul_precision, self.batch_nbytes, self.use_syrk, self.kernel
-        )
+            xs, updates, steps, self.matmul_precision, self.batch_nbytes, self.use_syrk,
+            self.kernel, lender,
+        )  # fmt: skip
         scaled = [(u, self.scale(*u.shape)) for u in updates if u.numel()]
         scaled = [(update, scale) for update, scale in scaled if scale != 1.0]
         if scaled:
@@ -123,6 +128,7 @@ def _orthogonalize_into(
     batch_nbytes: int = BATCH_NBYTES,
     use_syrk: bool = False,
     kernel: KernelName = "auto",
+    lender: Lender | None = None,
 ) -> None:
     _check(xs)
     device_types = {x.device.type for x in xs}
@@ -137,6 +143,7 @@ def _orthogonalize_into(
                 batch_nbytes=batch_nbytes,
                 use_syrk=use_syrk,
                 kernel_name=kernel,
+                lender=lender,
             )
 
 

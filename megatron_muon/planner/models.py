@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_muon.errors import ConfigurationError
 
@@ -99,8 +100,7 @@ class ModelSpec:
         return sum(math.prod(param.shape) for param in chunk)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParam:
+class ModelParam(NamedTuple):
     """A parameter of a model chunk before any cut.
 
     Attributes:

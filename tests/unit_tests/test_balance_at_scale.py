@@ -11,7 +11,7 @@ import pytest
 from megatron_muon.bookkeeping.homes import HomeItem, choose_homes, lower_bound, moved_numel
 from megatron_muon.bookkeeping.layout import LayoutItem, compute_owner_layout
 from megatron_muon.bookkeeping.matrix import LogicalMatrix, interleaved, whole
-from megatron_muon.bookkeeping.stage import max_over_mean, stage_loads
+from megatron_muon.bookkeeping.stage import max_over_mean, padding_of, stage_loads
 from megatron_muon.planner.job import PlanSettings, plan_job
 from megatron_muon.planner.models import BUILT_IN
 from megatron_muon.planner.sizes import ParallelSizes
@@ -191,6 +191,19 @@ def test_homes_from_the_flat_layout_balance_the_grid_without_padding(case, overl
     homes = choose_homes(items, case.dp_size, case.tp_size)
     assert_balanced(case, items, homes)
     assert moved_share(items, homes) <= case.flat_moved
+
+
+@pytest.mark.parametrize(("layout", "padding"), [("owner", 1.05), ("flat", 1.001)])
+def test_a_trillion_parameters_come_out_even_on_a_thousand_ranks(layout, padding):
+    """Kimi-K2's first layer has a matrix of half a rank's work, at the end of the last bucket."""
+    stage = plan_job(
+        BUILT_IN["kimi-k2"], ParallelSizes(dp=1024), PlanSettings(layout=layout)
+    ).stages[0]
+    planned = stage.first_plan.matrices
+    assert max_over_mean(stage_loads(stage.stage).flops) <= 1.01
+    assert padding_of([buffer for buffer in stage.buffers if buffer.of_matrices]) <= padding
+    if layout == "owner":
+        assert all(each.home.dp == each.owned.owner for each in planned)
 
 
 SHARED_CASES = {

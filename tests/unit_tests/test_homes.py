@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from heapq import heapreplace
 from itertools import product
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_muon.bookkeeping.homes import (
     FLOPS_TOLERANCE_PERCENT,
     NUMEL_TOLERANCE_PERCENT,
+    EvenlyHeld,
     Home,
     HomeItem,
     choose_homes,
@@ -95,7 +95,7 @@ def optimum(flops, num_ranks):
 @given(grids(), st.randoms())
 def test_order_of_the_items_changes_nothing(grid, random):
     items, dp_size, tp_size = grid
-    shuffled = [replace(item, held=dict(reversed(item.held.items()))) for item in items]
+    shuffled = [item._replace(held=dict(reversed(item.held.items()))) for item in items]
     random.shuffle(shuffled)
     assert choose_homes(items, dp_size, tp_size) == choose_homes(shuffled, dp_size, tp_size)
 
@@ -132,7 +132,7 @@ def test_busiest_rank_is_within_a_third_of_the_optimum(grid):
 @given(grids(max_tp=1))
 def test_nothing_moves_where_the_owners_are_balanced(grid):
     items, dp_size, _ = grid
-    items = [replace(item, owner=min(item.held, default=item.owner), held={}) for item in items]
+    items = [item._replace(owner=min(item.held, default=item.owner), held={}) for item in items]
     owned = {item.name: Home(item.owner, 0) for item in items}
     homes = choose_homes(items, dp_size, 1)
     balanced = all(
@@ -166,7 +166,7 @@ def test_straddling_matrix_goes_where_most_of_it_lies():
     """Each of four matrices lies in two rows, most of it in one of them."""
     items = [square(f"{i}", held={i: 70, (i + 1) % 4: 30}) for i in range(4)]
     assert choose_homes(items, dp_size=4, tp_size=1) == {f"{i}": Home(i, 0) for i in range(4)}
-    turned = [replace(square(f"{i}", held={i: 30, (i + 1) % 4: 70}), flops=100 + i)
+    turned = [square(f"{i}", held={i: 30, (i + 1) % 4: 70})._replace(flops=100 + i)
               for i in range(4)]  # fmt: skip
     homes = choose_homes(turned, dp_size=4, tp_size=1)
     assert homes == {f"{i}": Home((i + 1) % 4, 0) for i in range(4)}
@@ -182,7 +182,7 @@ def test_holder_of_the_largest_parts_is_not_the_home_of_all():
 def test_small_parts_of_a_matrix_are_no_reason_for_uneven_work():
     """A fifth of each matrix lies in every row, so 26 of them are dealt out as evenly as can be."""
     items = [square(f"{i:02}", held=dict.fromkeys(range(5), 20)) for i in range(130)]
-    skewed = [replace(item, held=item.held | {0: 25, 1: 15}) for item in items]
+    skewed = [item._replace(held=item.held | {0: 25, 1: 15}) for item in items]
     assert set(loads(skewed, choose_homes(skewed, 5, 1), "flops").values()) == {2600}
 
 
@@ -256,6 +256,7 @@ def test_lower_bound_is_the_mean_or_the_largest(loads_, expected):
         ([square("w", owner=0), square("w", owner=1)], "Two matrices are named w"),
         ([square("w", owner=2)], "w is held by data-parallel ranks"),
         ([square("w", held={0: 50, -1: 50})], "w is held by data-parallel ranks"),
+        ([square("w", held=EvenlyHeld(range(1, 3), 50, 50, 100))], "ranks 1 to 2 and"),
         ([square("w", owner=0, tp_size=3)], "cut into 3"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -148,27 +149,61 @@ def test_owners_exchange_parameters_of_unequal_work():
     assert layout.padding_ratio == 1.0
 
 
+@settings(max_examples=200)
 @given(items, bucket_sizes, st.integers(2, 9))
-def test_no_two_owners_could_share_their_last_bucket_more_evenly(items, bucket_size, num_owners):
-    """The busiest owner has nothing to give to the idlest, or to exchange with it."""
+def test_no_two_owners_could_share_their_work_more_evenly(items, bucket_size, num_owners):
+    """In no bucket has the busiest owner something to give to the idlest, or to exchange with it.
+
+    Neither one parameter for one or for none, nor the whole shards.
+    """
     layout = compute_owner_layout(items, bucket_size, num_owners, 64)
-    work, numel = [0] * num_owners, [0] * num_owners
-    last = [[] for _ in range(num_owners)]
+    work = [0] * num_owners
+    shards = defaultdict(list)
     for item, placement in zip(items, layout.placements, strict=True):
         work[placement.owner] += item.flops
-        if placement.bucket_idx == len(layout.buckets) - 1:
-            last[placement.owner].append((item.flops, -(-item.numel // 64) * 64))
-            numel[placement.owner] += last[placement.owner][-1][1]
-    shard_numel = layout.buckets[-1].numel // num_owners
+        if not item.alone:
+            size = (item.flops, -(-item.numel // 64) * 64)
+            shards[placement.bucket_idx, placement.owner].append(size)
     busy, idle = work.index(max(work)), work.index(min(work))
-    if items[0].alone:
-        return
-    for flops, size in last[busy]:
-        for other_flops, other_size in [*last[idle], (0, 0)]:
-            more = size - other_size
-            if numel[idle] + more <= shard_numel and numel[busy] - more <= shard_numel:
-                gained = flops - other_flops
-                assert gained <= 0 or work[idle] + gained >= work[busy]
+
+    def helps(flops):
+        return 0 < flops < work[busy] - work[idle]
+
+    for bucket_idx, bucket in enumerate(layout.buckets):
+        mine, others = shards[bucket_idx, busy], shards[bucket_idx, idle]
+        assert not helps(sum(f for f, _ in mine) - sum(f for f, _ in others))
+        room = bucket.numel // num_owners
+        for flops, size in mine:
+            for other_flops, other_size in [*others, (0, 0)]:
+                fits = (
+                    sum(n for _, n in others) + size - other_size <= room
+                    and sum(n for _, n in mine) - size + other_size <= room
+                )
+                assert not (fits and helps(flops - other_flops))
+
+
+def test_an_owner_of_a_costly_parameter_has_less_of_the_other_buckets():
+    """The first parameter, in the last bucket, costs as much as an owner has of the others."""
+    items = [
+        LayoutItem(640, 30),
+        *[LayoutItem(640, 1)] * 3,
+        *[LayoutItem(640, f) for f in 8 * [9, 1]],
+    ]
+    layout = compute_owner_layout(items, 4 * 640, 4, 64)
+    assert len(layout.buckets) == 5
+    work = [0] * 4
+    for item, placement in zip(items, layout.placements, strict=True):
+        work[placement.owner] += item.flops
+    assert max(work) == 34
+    assert layout.placements[0].bucket_idx == 4
+
+
+def test_what_fits_beside_a_large_parameter_at_the_end_shares_its_bucket():
+    """The first is as large as eight others: Megatron's last bucket would be padded 32 for 8."""
+    items = [LayoutItem(8 * 640, 8), *[LayoutItem(640, 1)] * 48]
+    layout = compute_owner_layout(items, 4 * 640, 4, 64)
+    assert [len(members) for members in bucket_members(layout)] == [*[4] * 6, 25]
+    assert layout.padding_ratio == 1.0
 
 
 @pytest.mark.parametrize("num_owners", [1, 3])

@@ -389,25 +389,29 @@ def test_a_step_within_the_budget_is_one_micro_group(ranks, name):
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_those_under_way_share_the_budget(ranks, name):
-    """All that is lent at a time is no more than one by one: matrices, and what comes and goes.
+    """All that is lent at a time: what is worked on and in, and what comes and goes.
 
-    Where a matrix is larger than the budget it is one that is worked on, and others under way.
+    One by one it is matrices, and as much of shards and what is received; or, where a matrix is
+    larger than the budget, of the largest. Overlapped groups take little more than that together:
+    not cut smaller, they would take up to 5.4 times the budget.
     """
     case = CASES[name]
     largest = 4 * 48 * 16
     for seen, other in zip(ranks[name], ranks[f"{name}, one by one"], strict=True):
         assert seen.largest_nbytes <= case.budget_nbytes
-        if case.budget_nbytes > 4 * largest:
-            assert seen.peak_nbytes <= max(2 * case.budget_nbytes, other.peak_nbytes)
+        if case.budget_nbytes > 2 * largest:
+            assert other.peak_nbytes <= 2 * case.budget_nbytes
+            assert seen.peak_nbytes <= 2.5 * case.budget_nbytes
         else:
-            assert seen.peak_nbytes <= 2 * case.budget_nbytes + 9 * largest
+            assert other.peak_nbytes <= 4 * largest
+            assert seen.peak_nbytes <= 11 * largest
 
 
 @pytest.mark.parametrize("name", ["owner TP4", "flat TP2 DP2", "flat DP4"])
 def test_scratch_does_not_grow_with_the_number_of_matrices(ranks, name):
     for seen, other in zip(ranks[name], ranks[f"{name}, twice as many"], strict=True):
         assert other.num_groups >= 1.5 * seen.num_groups
-        assert other.peak_nbytes <= 2.5 * CASES[name].budget_nbytes
+        assert other.peak_nbytes <= 2.7 * CASES[name].budget_nbytes
 
 
 # The order alone.

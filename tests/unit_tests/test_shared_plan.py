@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -94,7 +93,7 @@ def test_order_of_the_items_does_not_matter(grid, shuffler):
 @given(grids())
 def test_without_items_that_may_be_shared_homes_are_what_they_were(grid):
     items, dp_size, tp_size = grid
-    items = [replace(item, max_sharers=1) for item in items]
+    items = [item._replace(max_sharers=1) for item in items]
     homes = choose_sharers(items, dp_size, tp_size)
     assert {name: ranks[0] for name, ranks in homes.items()} == choose_homes(
         items, dp_size, tp_size
@@ -113,7 +112,7 @@ def test_sharing_takes_a_tenth_off_the_busiest_rank_or_is_left(grid):
                 loads[home] += -(-item.flops // len(homes[item.name]))
         return max(loads.values(), default=0)
 
-    alone = choose_sharers([replace(i, max_sharers=1) for i in items], dp_size, tp_size)
+    alone = choose_sharers([i._replace(max_sharers=1) for i in items], dp_size, tp_size)
     shared = choose_sharers(items, dp_size, tp_size)
     assert shared == alone or 10 * busiest(shared) <= 9 * busiest(alone)
 
@@ -122,11 +121,11 @@ def test_the_line_is_a_row_if_it_has_room_and_a_column_else():
     item = HomeItem(name="w", flops=100, numel=10, owner=1, tp_size=2, max_sharers=8)
     assert choose_sharers([item], 4, 2)["w"] == tuple(Home(dp, 0) for dp in range(4))
     assert choose_sharers([item], 2, 2)["w"] == (Home(1, 0), Home(1, 1))
-    alone = replace(item, owner=0, tp_size=1)
+    alone = item._replace(owner=0, tp_size=1)
     assert choose_sharers([alone], 1, 1)["w"] == (Home(0, 0),)
     # Each row has one rank free: two of one column.
     full = [HomeItem(name=f"f{i}", flops=100, numel=10, owner=i) for i in range(2)]
-    large = replace(item, flops=190)
+    large = item._replace(flops=190)
     found = choose_sharers([*full, large], 2, 2)
     assert len({home.tp for home in found["w"]}) == 1
     assert not set(found["w"]) & {found["f0"][0], found["f1"][0]}
@@ -145,7 +144,7 @@ def test_twice_as_many_share_where_that_evens_the_work_out():
         return {len(homes[item.name]) for item in large}, max(loads.values())
 
     assert placed([*large, *small]) == ({4}, 24)
-    assert placed([replace(item, max_sharers=min(item.max_sharers, 2))
+    assert placed([item._replace(max_sharers=min(item.max_sharers, 2))
                    for item in (*large, *small)]) == ({2}, 28)  # fmt: skip
 
 
