@@ -11,7 +11,8 @@ each there are up to four hops::
 A hop is cut into *rounds*, one collective each, in which no rank sends and receives more than the
 budget. Every rank of a group computes the same rounds and keeps its own part of each.
 
-Micro-groups overlap: while one is orthogonalized, the next ones come in and the ones before go out.
+Where the budget has room for it micro-groups overlap: while one is orthogonalized, the next ones
+come in and the ones before go out.
 Which hops there are (:class:`Stages`), and so which groups are under way together, is the same on
 every rank of the grid: all launch their collectives in one order.
 """
@@ -172,8 +173,8 @@ def make_schedule(
         budget_numel: Elements that a rank may send and receive in one collective.
         held_numel: Elements that a rank may hold to work on at a time, as many if ``None``.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
-        overlapped: Whether micro-groups overlap: unless there is only one, they are then cut
-            smaller, so that those under way share the budget.
+        overlapped: Whether micro-groups overlap, see :func:`overlaps`: they are then cut smaller,
+            so that those under way share the budget.
     """
     tp_size = position.tp_size
 
@@ -216,14 +217,60 @@ def micro_groups_of(
     overlapped: bool = False,
 ) -> list[tuple[int, ...]]:
     """Return the micro-groups of :func:`make_schedule`, whose arguments these are."""
-    groups = cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
     share = stages_of(plan, tp_size, spread).share if overlapped else 1
-    if len(groups) > 1 and share > 1:
-        held_numel = budget_numel if held_numel is None else held_numel
-        return cut_into_micro_groups(
-            plan, tp_size, spread, budget_numel // share, held_numel // share, by_bucket
-        )
-    return groups
+    held_numel = budget_numel if held_numel is None else held_numel
+    return cut_into_micro_groups(
+        plan, tp_size, spread, budget_numel // share, held_numel // share, by_bucket
+    )
+
+
+def overlaps(
+    plan: Sequence[PlannedMatrix],
+    tp_size: int,
+    spread: Spread,
+    budget_numel: int,
+    held_numel: int | None = None,
+    by_bucket: bool = False,
+) -> bool:
+    """Whether micro-groups overlap: there are several, and the budget has room for those under way.
+
+    Where it has not, one after the other takes the least memory: twice what the largest matrix has.
+
+    Args:
+        plan: See :func:`make_schedule`, like the others.
+        tp_size: Ranks of a row.
+        spread: Where Newton-Schulz runs.
+        budget_numel: Elements that a rank may send and receive in one collective.
+        held_numel: Elements that a rank may hold to work on at a time.
+        by_bucket: Whether all matrices of a bucket are done before those of the next.
+    """
+    moved, held = room_to_overlap(plan, tp_size, spread)
+    has_room = moved <= budget_numel and held <= (
+        budget_numel if held_numel is None else held_numel
+    )
+    return (
+        has_room
+        and stages_of(plan, tp_size, spread).share > 1
+        and len(
+            cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
+        ) > 1
+    )  # fmt: skip
+
+
+def room_to_overlap(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread) -> tuple[int, int]:
+    """Return the budgets, in elements moved and held, from which micro-groups overlap.
+
+    Each of those under way then has room for the largest matrix of every home.
+
+    Args:
+        plan: The matrices of the grid.
+        tp_size: Ranks of a row.
+        spread: Where Newton-Schulz runs.
+    """
+    costs = (_cost_of_all(bundle, tp_size, spread) for bundle in _bundles(plan))
+    needs = _needs(costs, tp_size, spread)
+    share = stages_of(plan, tp_size, spread).share
+    return share * max(needs["row"], needs["home"]), share * needs["held"]
 
 
 def stages_of(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread) -> Stages:
@@ -269,21 +316,13 @@ def cut_into_micro_groups(
     """
     order = _in_turns(plan, spread, by_bucket)
     costs = [_cost_of_all((plan[i] for i in together), tp_size, spread) for together in order]
-    limits = {
-        "held": budget_numel if held_numel is None else held_numel,
-        "row": budget_numel,
-        "home": budget_numel,
-    }
-    # A home that receives its own matrix sends as much of the others', and a data-parallel rank
-    # moves its shards for every home of its row.
-    homes_in_row = 1 if spread.everywhere else tp_size
-    needs = {"held": 1, "row": 2 * homes_in_row, "home": 2}
-    for cost in costs:
-        for (kind, *_), numel in cost.items():
-            limits[kind] = max(limits[kind], needs[kind] * numel)
+    held_numel = budget_numel if held_numel is None else held_numel
+    limits = {"held": held_numel, "row": budget_numel, "home": budget_numel}
+    for kind, needed in _needs(costs, tp_size, spread).items():
+        limits[kind] = max(limits[kind], needed)
     groups: list[tuple[int, ...]] = []
     run: list[int] = []
-    load: Counter[tuple[str, int, int]] = Counter()
+    load: _Cost = Counter()
     for together, cost in zip(order, costs, strict=True):
         if run and any(load[place] + numel > limits[place[0]] for place, numel in cost.items()):
             groups.append(tuple(run))
@@ -296,13 +335,39 @@ def cut_into_micro_groups(
     return groups
 
 
-def _cost_of_all(
-    together: Iterable[PlannedMatrix], tp_size: int, spread: Spread
-) -> Counter[tuple[str, int, int]]:
-    cost: Counter[tuple[str, int, int]] = Counter()
+_Cost = Counter[tuple[str, int, int]]
+"""Elements by kind (held to work on, moved in a hop over the data-parallel or over the
+tensor-parallel group) and rank."""
+
+
+def _needs(costs: Iterable[_Cost], tp_size: int, spread: Spread) -> dict[str, int]:
+    """Return what a rank needs, by kind, where every home has the costliest matrix at a time.
+
+    A home that receives its own matrix sends as much of the others', and a data-parallel rank moves
+    its shards for every home of its row.
+    """
+    most = Counter[str]()
+    for cost in costs:
+        for (kind, *_), numel in cost.items():
+            most[kind] = max(most[kind], numel)
+    homes_in_row = 1 if spread.everywhere else tp_size
+    return {"held": most["held"], "row": 2 * homes_in_row * most["row"], "home": 2 * most["home"]}
+
+
+def _cost_of_all(together: Iterable[PlannedMatrix], tp_size: int, spread: Spread) -> _Cost:
+    cost: _Cost = Counter()
     for planned in together:
         cost.update(_cost(planned, tp_size, spread))
     return cost
+
+
+def _bundles(plan: Sequence[PlannedMatrix]) -> Iterator[Sequence[PlannedMatrix]]:
+    """Yield each matrix alone, and all parts of a shared one together."""
+    for index, planned in enumerate(plan):
+        if not isinstance(planned, PlannedPart):
+            yield (planned,)
+        elif planned.number == 0:
+            yield plan[index : index + planned.count]
 
 
 def _in_turns(
@@ -334,10 +399,10 @@ def _in_turns(
     return [together for *_, together in sorted(order)]
 
 
-def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> Counter[tuple[str, int, int]]:
+def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> _Cost:
     """Return the elements a matrix adds to each rank: held to work on, and moved in either hop."""
     matrix, home = planned.matrix, planned.home
-    cost: Counter[tuple[str, int, int]] = Counter()
+    cost: _Cost = Counter()
     for tp in range(tp_size) if spread.everywhere else [home.tp]:
         cost["held", home.dp, tp] = matrix.numel if spread.whole else matrix.local_numel
     if isinstance(planned, PlannedPart):  # all parts of a run are in the making at a time

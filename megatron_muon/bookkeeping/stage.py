@@ -57,7 +57,6 @@ class StepSettings:
         share_blocks: Whether several ranks work on a block together that is more than a rank's
             share.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
-        overlapped: Whether micro-groups overlap.
     """
 
     num_ns_steps: int = 5
@@ -68,7 +67,6 @@ class StepSettings:
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     share_blocks: bool = False
     by_bucket: bool = False
-    overlapped: bool = True
 
 
 def bucket_numel_of(
@@ -395,7 +393,6 @@ def stage_costs(stage: Stage, settings: StepSettings, machine: Hardware) -> Stag
             exchange_nbytes=settings.exchange_nbytes,
             budget_nbytes=settings.budget_nbytes,
             by_bucket=settings.by_bucket,
-            overlapped=settings.overlapped,
         ),
     )
     return StageCosts(
@@ -466,11 +463,11 @@ def _scratch(stage: Stage, settings: StepSettings, loads: RankLoads) -> int:
     shapes = {(*shape, min(_gram_of(unit, shape))) for unit in units.values()
               for shape in unit.matrix.block_shapes()}  # fmt: skip
     block = max(rows * columns + 4 * short**2 for rows, columns, short in shapes) * _FP32_NBYTES
-    hops, is_one = _hops(loads), worked <= max(budget, largest)
-    if is_one or not hops or not settings.overlapped:
+    hops = _hops(loads)
+    if worked <= budget or not hops or 2 * largest * (1 + hops) > budget:
         whole = min(worked, max(budget, largest)) * _FP32_NBYTES
         return whole + max(block, whole if hops else 0)
-    whole = min(worked, max(budget // (1 + hops), largest))
+    whole = budget // (1 + hops)
     moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))), whole)
     flight = 2 * moved * settings.exchange_nbytes + (whole - moved) * _FP32_NBYTES
     return whole * _FP32_NBYTES + block + 2 * hops * flight

@@ -13,6 +13,7 @@ from megatron_muon.bookkeeping.schedule import (
     Transfer,
     cut_into_rounds,
     micro_groups_of,
+    overlaps,
 )
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
@@ -29,7 +30,6 @@ def collectives_of(
     exchange_nbytes: int,
     budget_nbytes: int,
     by_bucket: bool,
-    overlapped: bool,
 ) -> int:
     """Return the collectives of the exchange that the busiest rank enters in a step.
 
@@ -43,15 +43,12 @@ def collectives_of(
         exchange_nbytes: Bytes of an element that travels.
         budget_nbytes: What a rank may send and receive in one collective.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
-        overlapped: Whether micro-groups overlap.
     """
     on: dict[Grid, list[PlannedMatrix]] = {}
     for planned in matrices:
         on.setdefault(planned.owned.grid, []).append(planned)
     return sum(
-        _rounds(
-            units_of(members), grids[grid], exchange_nbytes, budget_nbytes, by_bucket, overlapped
-        )
+        _rounds(units_of(members), grids[grid], exchange_nbytes, budget_nbytes, by_bucket)
         for grid, members in on.items()
     )
 
@@ -62,7 +59,6 @@ def _rounds(
     exchange_nbytes: int,
     budget_nbytes: int,
     by_bucket: bool,
-    overlapped: bool,
 ) -> int:
     """Return the same of one grid.
 
@@ -75,9 +71,8 @@ def _rounds(
     columns = {0} | {planned.home.tp for planned in plan if not planned.matrix.is_cut}
     in_column, in_row = Counter(dict.fromkeys(columns, 0)), Counter[int]()
     spread = Spread(whole=True, everywhere=False)
-    groups = micro_groups_of(
-        plan, size.tp, spread, budget, budget_nbytes // _FP32_NBYTES, by_bucket, overlapped
-    )
+    cut = (plan, size.tp, spread, budget, budget_nbytes // _FP32_NBYTES, by_bucket)
+    groups = micro_groups_of(*cut, overlapped=overlaps(*cut))
 
     def rounds(transfers: Sequence[Transfer]) -> int:
         """Return the rounds of a hop: one where even all that moves is within the budget."""

@@ -215,7 +215,6 @@ def _costs(
         budget_nbytes=settings.gather_budget_nbytes,
         share_blocks=settings.share_blocks,
         by_bucket=settings.gathers_early,
-        overlapped=settings.overlaps_exchange,
     )
     given = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:  # 0.19.2, training/models/dist_utils.py:280

@@ -56,7 +56,6 @@ SETTING_FLAGS = {
     "gather_budget_mib": "--muon-gather-budget-mib",
     "exchange_dtype": "--muon-exchange-dtype",
     "momentum_dtype": "--muon-momentum-dtype",
-    "overlaps_exchange": "--muon-no-exchange-overlap",
     "gathers_early": "--muon-overlap-param-gather",
     "clip": "--muon-clip",
     "max_skipped_steps": "--muon-max-skipped-steps",
@@ -99,10 +98,12 @@ def announce(
     own_load = (sum(flops for flops, _ in loads), sum(numel for _, numel in loads))
     summary = plan_summary(plans, gather(own_load, ranks))
     memory = largest(gather(measure(optimizer, model_chunks), ranks))
+    exchanges = max(gather(_micro_groups(muons), ranks))
     if not is_laid_out(model_chunks):
         settings = replace(settings, layout=None, layout_why="")
     if ranks.rank() == 0:
-        print("\n".join(_lines(rows, plans, summary, memory, settings, optimizer)), flush=True)
+        lines = _lines(rows, plans, summary, memory, settings, optimizer, exchanges)
+        print("\n".join(lines), flush=True)
         if is_cpu_fp8() and any(map(_computes_in_fp8, model_chunks)):
             print(f"  {_CPU_FP8}", flush=True)
     if settings.report is not None:
@@ -160,6 +161,7 @@ def _lines(
     memory: Memory,
     settings: MuonSettings,
     optimizer: MuonChain,
+    exchanges: tuple[int, bool, int],
 ) -> Iterator[str]:
     yield "megatron-muon: Muon is on"
     # A flag and its value stay on one line.
@@ -189,6 +191,14 @@ def _lines(
     if settings.share_blocks:
         shared = sum(len(planned.homes) > 1 for plan in plans for planned in plan.matrices)
         yield f"  {shared} matrices are each shared by several ranks (--muon-share-blocks)"
+    num_groups, overlap, nbytes_to_overlap = exchanges
+    if overlap:
+        yield f"  {num_groups} micro-groups, exchanged while another is orthogonalized"
+    elif num_groups > 1 and nbytes_to_overlap:
+        yield (
+            f"  {num_groups} micro-groups one after the other, which takes the least memory; they "
+            f"overlap from --muon-gather-budget-mib {math.ceil(nbytes_to_overlap / 2**20)}"
+        )
     yield f"  gradients: {_gradients(optimizer, settings)}"
     if memory.num_quantized:
         yield (
@@ -212,6 +222,19 @@ def _lines(
     if not num_matrices:
         yield "  WARNING: every matrix is frozen, so Muon steps nothing."
     yield "  " + "; ".join(str(capability) for capability in capabilities())
+
+
+def _micro_groups(muons: Sequence[OwnedMuon]) -> tuple[int, bool, int]:
+    """Return how many micro-groups this rank's grid has, whether they overlap and from where on.
+
+    Of several grids it is that of the most; the last is a budget in bytes.
+    """
+    found = [
+        (len(engine.schedule), engine.is_pipelined, engine.nbytes_to_overlap())
+        for muon in muons
+        for engine in muon.engines
+    ]
+    return max(found, default=(0, False, 0))
 
 
 def _gradients(optimizer: MuonChain, settings: MuonSettings) -> str:

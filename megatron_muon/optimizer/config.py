@@ -106,11 +106,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         help="With --overlap-param-gather, start the gather of a bucket inside the optimizer's "
         "step, when its last matrix is done, and not in the next forward pass.",
     ),
-    "--muon-no-exchange-overlap": dict(
-        action="store_true",
-        help="Exchange, orthogonalize and give back one micro-group after the other. Slower where "
-        "several are needed, and takes the least memory. Results are the same to the last bit.",
-    ),
     "--muon-split-gated-fc1": dict(
         action="store_true",
         help="Orthogonalize gate and up of a gated unit's first layer apart.",
@@ -209,9 +204,6 @@ class MuonConfig(OptimizerConfig):
     muon_overlap_param_gather: bool = False
     """Whether the gather of a bucket starts in the step, when its last matrix is done."""
 
-    muon_no_exchange_overlap: bool = False
-    """Whether one micro-group is done before the next is exchanged, for the least memory."""
-
     muon_split_gated_fc1: bool = False
     """Whether gate and up of a gated unit's first layer are orthogonalized apart."""
 
@@ -271,7 +263,6 @@ class MuonSettings:
         gather_budget_nbytes: What a rank may send and receive in one collective.
         exchange_dtype: Dtype in which momentum and updates travel, ``fp32`` or ``bf16``.
         gathers_early: Whether the gather of a bucket starts when its last matrix is done.
-        overlaps_exchange: Whether micro-groups are exchanged while another is orthogonalized.
         scalar_optimizer: Optimizer of everything that is not a matrix.
         exclude: Globs left to the scalar optimizer.
         include: Globs given to Muon.
@@ -305,7 +296,6 @@ class MuonSettings:
     gather_budget_nbytes: int
     exchange_dtype: str
     gathers_early: bool
-    overlaps_exchange: bool
     scalar_optimizer: str
     exclude: tuple[str, ...]
     include: tuple[str, ...]
@@ -447,7 +437,6 @@ def resolve(config: OptimizerConfig, installed_layout: str | None) -> MuonSettin
         gather_budget_nbytes=_gather_budget_nbytes(config),
         exchange_dtype=exchange_dtype,
         gathers_early=gathers_early,
-        overlaps_exchange=not getattr(config, "muon_no_exchange_overlap", False),
         scalar_optimizer=config.muon_scalar_optimizer,
         exclude=tuple(getattr(config, "muon_exclude", None) or ()),
         include=tuple(getattr(config, "muon_include", None) or ()),

@@ -21,6 +21,8 @@ from megatron_muon.bookkeeping.schedule import (
     Stages,
     Transfer,
     make_schedule,
+    overlaps,
+    room_to_overlap,
     stages_of,
 )
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
@@ -52,7 +54,7 @@ Hop = Literal["to_row", "to_home", "from_home", "from_row"]
 class Engine:
     """Orthogonalizes the matrices of one data x tensor grid; every rank of the grid steps it.
 
-    Micro-groups overlap: each is a generator that stops while its data is under way
+    Micro-groups may overlap: each is a generator that stops while its data is under way
     (:mod:`~megatron_muon.optimizer.pipeline`). All collectives are launched from one thread, in the
     order of the plan.
 
@@ -63,7 +65,7 @@ class Engine:
         position: Its place.
         schedule: What it moves.
         stages: The hops of the grid.
-        is_pipelined: Whether micro-groups overlap: there are several, and something moves.
+        is_pipelined: Whether micro-groups overlap.
     """
 
     def __init__(self, plan: Sequence[PlannedMatrix], station: Station) -> None:
@@ -93,20 +95,29 @@ class Engine:
                 range_ = self._held.get(planned.matrix.name)
             if range_ is not None:
                 self._ranges[i] = range_
+        wire, settings, tp_size = station.wire, station.settings, self.position.tp_size
+        held_numel = settings.budget_nbytes // torch.float32.itemsize
+        self.is_pipelined = settings.pipelined and overlaps(
+            self.plan, tp_size, self._spread, wire.budget_numel, held_numel, settings.by_bucket
+        )
         self.schedule: list[MicroGroup] = make_schedule(
             self.plan,
             self.position,
             self._spread,
-            station.wire.budget_numel,
-            station.settings.budget_nbytes // torch.float32.itemsize,
-            by_bucket=station.settings.by_bucket,
-            overlapped=station.settings.pipelined,
+            wire.budget_numel,
+            held_numel,
+            by_bucket=settings.by_bucket,
+            overlapped=self.is_pipelined,
         )
         self._shared = SharedBlocks(self.plan, [g.indices for g in self.schedule], station)
-        self.stages: Stages = stages_of(self.plan, self.position.tp_size, self._spread)
-        self.is_pipelined = (
-            station.settings.pipelined and len(self.schedule) > 1 and self.stages.share > 1
-        )
+        self.stages: Stages = stages_of(self.plan, tp_size, self._spread)
+
+    def nbytes_to_overlap(self) -> int:
+        """Return the budget, in bytes, from which micro-groups overlap; 0 if nothing moves."""
+        if self.stages.share == 1:
+            return 0
+        moved, held = room_to_overlap(self.plan, self.position.tp_size, self._spread)
+        return max(moved * self.station.wire.dtype.itemsize, held * torch.float32.itemsize)
 
     def held_numel(self) -> dict[str, int]:
         """Return how many elements this rank has of each matrix that it has a piece of.

@@ -131,7 +131,6 @@ class OwnedMuon(torch.optim.Optimizer):
             budget_nbytes=self.settings.gather_budget_nbytes,
             exchange_dtype=_DTYPES[self.settings.exchange_dtype],
             by_bucket=self.settings.gathers_early,
-            pipelined=self.settings.overlaps_exchange,
         )
         self.engines = [
             Engine(

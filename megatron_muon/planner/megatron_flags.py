@@ -305,7 +305,6 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
         rules=rules,
         share_blocks="muon-share-blocks" in flags,
         by_bucket=any(flag in flags for flag in GATHERS_EARLY),
-        overlapped="muon-no-exchange-overlap" not in flags,
         **changes,
     )
 

@@ -77,7 +77,6 @@ MUON_FLAGS: dict[str, MuonFlag] = {
     ),
     "muon-momentum-dtype": _DTYPE,
     "muon-nesterov": _SWITCH,
-    "muon-no-exchange-overlap": _SWITCH,
     "muon-no-split-qkv": _SWITCH,
     "muon-ns-kernel": MuonFlag(str, ("auto", "standard", "gram", "eigh", "exact")),
     "muon-num-ns-steps": MuonFlag(

@@ -33,7 +33,6 @@ CHOICES = {
        for dtype in EXCHANGE_DTYPES},
     "--muon-gather-budget-mib": {"muon_gather_budget_mib": 1.0},
     "--muon-overlap-param-gather": {"muon_overlap_param_gather": True},
-    "--muon-no-exchange-overlap": {"muon_no_exchange_overlap": True},
     "--overlap-param-gather": {"overlap_param_gather": True},
     "--no-overlap-param-gather": {"overlap_param_gather": False},
     "--reuse-grad-buf-for-mxfp8-param-ag": {"reuse_grad_buf_for_mxfp8_param_ag": True},

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_muon.bookkeeping.costs import HARDWARE
-from megatron_muon.bookkeeping.schedule import Position, Spread, make_schedule
+from megatron_muon.bookkeeping.schedule import Position, Spread, make_schedule, overlaps
 from megatron_muon.planner.job import PlanSettings, plan_job
 from megatron_muon.planner.models import BUILT_IN
 from megatron_muon.planner.report import make_report
@@ -26,10 +26,13 @@ def test_a_step_has_as_many_collectives_as_planned(grid, layout, exchange, budge
     matrices = stage.stage.first_plan.matrices
     entered = []
     for place in range(tp * dp):
+        spread, budgets = (
+            Spread(whole=True, everywhere=False),
+            (budget * MIB // exchange, budget * MIB // 4),
+        )
         groups = make_schedule(
-            matrices, Position(dp=place // tp, tp=place % tp, dp_size=dp, tp_size=tp),
-            Spread(whole=True, everywhere=False), budget * MIB // exchange, budget * MIB // 4,
-            overlapped=True,
+            matrices, Position(dp=place // tp, tp=place % tp, dp_size=dp, tp_size=tp), spread,
+            *budgets, overlapped=overlaps(matrices, tp, spread, *budgets),
         )  # fmt: skip
         hops = [hop for g in groups for hop in (g.to_row, g.to_home, g.from_home, g.from_row)]
         entered.append(sum(map(len, hops)))

@@ -34,6 +34,9 @@ from megatron_muon.bookkeeping.schedule import (
     cut_into_micro_groups,
     cut_into_rounds,
     make_schedule,
+    micro_groups_of,
+    overlaps,
+    room_to_overlap,
     stages_of,
 )
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
@@ -619,23 +622,28 @@ def test_stages_are_the_hops_that_any_rank_has(spread, case):
 
 
 @spreads
-@given(cases())
-def test_micro_groups_that_overlap_share_the_budget(spread, case):
-    """Of each it is its part, or what one matrix of each home needs; one alone has all of it."""
+@given(cases(), st.integers(-1, 60))
+def test_micro_groups_that_overlap_share_the_budget(spread, case, more):
+    """They do where each has room in its share for one matrix of every home, and travel at once."""
     share = stages_of(case.plan, case.tp, spread).share
     assert share in (1, 2, 3)
-    alone = cut_into_micro_groups(case.plan, case.tp, spread, case.budget)
-    at = Position(dp=0, tp=0, dp_size=case.dp, tp_size=case.tp)
-    groups = [
-        group.indices
-        for group in make_schedule(case.plan, at, spread, case.budget, overlapped=True)
-    ]
-    assert sorted(i for group in groups for i in group) == list(range(len(case.plan)))
-    if len(alone) <= 1 or share == 1:
-        assert groups == alone
+    needs = room_of(case, spread, 0)
+    least = share * max(needs.values())
+    moved, held = room_to_overlap(case.plan, case.tp, spread)
+    assert held == share * needs["held"]
+    assert moved == share * max(needs["row"], needs["to_home"])
+    budget = max(2, least + more)
+    alone = cut_into_micro_groups(case.plan, case.tp, spread, budget)
+    overlapped = overlaps(case.plan, case.tp, spread, budget)
+    assert overlapped == (share > 1 and len(alone) > 1 and budget >= least)
+    if not overlapped:
         return
+    groups = micro_groups_of(case.plan, case.tp, spread, budget, overlapped=True)
+    assert sorted(i for group in groups for i in group) == list(range(len(case.plan)))
     assert len(groups) >= len(alone)
-    room = room_of(case, spread, case.budget // share)
     for group in groups:
-        for (kind, *_), load in loads_of(case, spread, group).items():
-            assert load.total() <= room[kind]
+        for load in loads_of(case, spread, group).values():
+            assert share * load.total() <= budget
+    at = Position(dp=0, tp=0, dp_size=case.dp, tp_size=case.tp)
+    for group in make_schedule(case.plan, at, spread, budget, overlapped=True):
+        assert all(len(getattr(group, hop)) <= 1 for hop in HOPS)
