@@ -195,9 +195,10 @@ def _lines(
     if overlap:
         yield f"  {num_groups} micro-groups, exchanged while another is orthogonalized"
     elif num_groups > 1 and nbytes_to_overlap:
+        least_mib = math.ceil(nbytes_to_overlap / 2**20 * 100) / 100
         yield (
             f"  {num_groups} micro-groups one after the other, which takes the least memory; they "
-            f"overlap from --muon-gather-budget-mib {math.ceil(nbytes_to_overlap / 2**20)}"
+            f"overlap from --muon-gather-budget-mib {least_mib}"
         )
     yield f"  gradients: {_gradients(optimizer, settings)}"
     if memory.num_quantized:
