@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._utils import _unflatten_dense_tensors
 
 from megatron_muon.bookkeeping.dist_meta import MuonDistMeta
 from megatron_muon.bookkeeping.matrix import step_flops
@@ -488,9 +489,7 @@ class Muon(torch.optim.Optimizer):
             if group["nesterov"]:
                 ahead = outs = list(torch._foreach_add(grads, momenta, alpha=mu))
         with self.account.phase("newton_schulz"):
-            updates = _orthogonalization(group["ns_steps"]).blocks(
-                [x.to(_WIRE_DTYPE) for x in ahead], outs
-            )
+            updates = _orthogonalization(group["ns_steps"]).blocks(_rounded(ahead), outs)
         with self.account.phase("update"):
             self._apply_together(params, updates, group)
 
@@ -587,6 +586,16 @@ def _device(params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> torch.d
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _rounded(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return tensors in the dtype of the wire, all in one piece of memory if on one device."""
+    if len({x.device for x in xs}) > 1:
+        return [x.to(_WIRE_DTYPE) for x in xs]
+    flat = torch.empty(sum(x.numel() for x in xs), dtype=_WIRE_DTYPE, device=xs[0].device)
+    rounded: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, xs)  # type: ignore[no-untyped-call]
+    torch._foreach_copy_(list(rounded), list(xs))
+    return rounded
 
 
 def _multiply(tensors: list[torch.Tensor], factor: float) -> None:
