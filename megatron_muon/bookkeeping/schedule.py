@@ -244,23 +244,18 @@ def overlaps(
         held_numel: Elements that a rank may hold to work on at a time.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
     """
+    held_numel = budget_numel if held_numel is None else held_numel
     moved, held = room_to_overlap(plan, tp_size, spread)
-    has_room = moved <= budget_numel and held <= (
-        budget_numel if held_numel is None else held_numel
-    )
-    return (
-        has_room
-        and stages_of(plan, tp_size, spread).share > 1
-        and len(
-            cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
-        ) > 1
-    )  # fmt: skip
+    if not 0 < moved <= budget_numel or held > held_numel:
+        return False
+    groups = cut_into_micro_groups(plan, tp_size, spread, budget_numel, held_numel, by_bucket)
+    return len(groups) > 1
 
 
 def room_to_overlap(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread) -> tuple[int, int]:
-    """Return the budgets, in elements moved and held, from which micro-groups overlap.
+    """Return the budgets, in elements moved and held, that micro-groups need to overlap.
 
-    Each of those under way then has room for the largest matrix of every home.
+    Each of those under way then has room for the largest matrix of every home. 0 if nothing moves.
 
     Args:
         plan: The matrices of the grid.
@@ -270,7 +265,8 @@ def room_to_overlap(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread)
     costs = (_cost_of_all(bundle, tp_size, spread) for bundle in _bundles(plan))
     needs = _needs(costs, tp_size, spread)
     share = stages_of(plan, tp_size, spread).share
-    return share * max(needs["row"], needs["home"]), share * needs["held"]
+    moved = max(needs["row"], needs["home"]) if share > 1 else 0
+    return share * moved, share * max(needs["held"], needs["read"])
 
 
 def stages_of(plan: Sequence[PlannedMatrix], tp_size: int, spread: Spread) -> Stages:
@@ -301,10 +297,11 @@ def cut_into_micro_groups(
 ) -> list[tuple[int, ...]]:
     """Cut the matrices into runs that every rank of the grid works on at the same time.
 
-    Homes take turns, so that each has work in every run. A run ends before a rank would hold what
-    it works on, or send and receive in one hop, beyond the budget, or beyond what every home needs
-    for the largest matrix if that is more: however small the budget, no home waits for another to
-    be done. The parts of a shared matrix are in one run.
+    Homes take turns, so that each has work in every run as long as it has matrices left. A run ends
+    before a rank would read, hold what it works on, or send and receive in one hop beyond the
+    budget, or beyond what every home needs for the largest matrix if that is more: however small
+    the budget, homes do not wait for another to be done, but where one rank has pieces of several
+    homes' matrices, and at the end of a bucket. The parts of a shared matrix are in one run.
 
     Args:
         plan: The matrices of the grid, ordered by name; parts in the place of shared ones.
@@ -317,7 +314,7 @@ def cut_into_micro_groups(
     order = _in_turns(plan, spread, by_bucket)
     costs = [_cost_of_all((plan[i] for i in together), tp_size, spread) for together in order]
     held_numel = budget_numel if held_numel is None else held_numel
-    limits = {"held": held_numel, "row": budget_numel, "home": budget_numel}
+    limits = {"read": held_numel, "held": held_numel, "row": budget_numel, "home": budget_numel}
     for kind, needed in _needs(costs, tp_size, spread).items():
         limits[kind] = max(limits[kind], needed)
     groups: list[tuple[int, ...]] = []
@@ -336,22 +333,27 @@ def cut_into_micro_groups(
 
 
 _Cost = Counter[tuple[str, int, int]]
-"""Elements by kind (held to work on, moved in a hop over the data-parallel or over the
-tensor-parallel group) and rank."""
+"""Elements by kind (read and sent away, held to work on, moved in a hop over the data-parallel or
+over the tensor-parallel group) and rank."""
 
 
 def _needs(costs: Iterable[_Cost], tp_size: int, spread: Spread) -> dict[str, int]:
     """Return what a rank needs, by kind, where every home has the costliest matrix at a time.
 
-    A home that receives its own matrix sends as much of the others', and a data-parallel rank moves
-    its shards for every home of its row.
+    A home that receives its own matrix sends as much of the others', and has read it too; a
+    data-parallel rank moves its shards for every home of its row.
     """
     most = Counter[str]()
     for cost in costs:
         for (kind, *_), numel in cost.items():
             most[kind] = max(most[kind], numel)
     homes_in_row = 1 if spread.everywhere else tp_size
-    return {"held": most["held"], "row": 2 * homes_in_row * most["row"], "home": 2 * most["home"]}
+    return {
+        "read": max(most["read"], 2 * most["held"]),
+        "held": most["held"],
+        "row": 2 * homes_in_row * most["row"],
+        "home": 2 * most["home"],
+    }
 
 
 def _cost_of_all(together: Iterable[PlannedMatrix], tp_size: int, spread: Spread) -> _Cost:
@@ -411,9 +413,11 @@ def _cost(planned: PlannedMatrix, tp_size: int, spread: Spread) -> _Cost:
         )
     held = [matrix.held_numel(tp) for tp in range(tp_size)]
     for rank, start, end in planned.owned.spans():
-        if rank != home.dp:
-            for tp in range(tp_size):
-                numel = min(end, held[tp]) - min(start, held[tp])
+        is_away = rank != home.dp
+        for tp in range(tp_size):
+            numel = min(end, held[tp]) - min(start, held[tp])
+            cost["read", rank, tp] += numel * (1 + is_away)  # what is sent lies beside it
+            if is_away:
                 cost["row", rank, tp] += numel
                 cost["row", home.dp, tp] += numel
     if not spread.whole:

@@ -6,6 +6,7 @@ command tells, is computed here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,11 @@ from megatron_muon.bookkeeping.plan import (
     held_by_slices,
     make_plan,
 )
-from megatron_muon.bookkeeping.step_collectives import collectives_of
+from megatron_muon.bookkeeping.step_collectives import (
+    ExchangeSettings,
+    collectives_of,
+    overlap_of,
+)
 from megatron_muon.bookkeeping.units import PlannedPart, units_of
 
 LAYOUTS = {"owner": owner_layout, "flat": flat_layout}
@@ -57,6 +62,7 @@ class StepSettings:
         share_blocks: Whether several ranks work on a block together that is more than a rank's
             share.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
+        products_nbytes: Bytes of an element in Newton-Schulz's products.
     """
 
     num_ns_steps: int = 5
@@ -67,6 +73,16 @@ class StepSettings:
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     share_blocks: bool = False
     by_bucket: bool = False
+    products_nbytes: int = 2
+
+    @property
+    def exchange(self) -> ExchangeSettings:
+        """What the exchange depends on."""
+        return {
+            "exchange_nbytes": self.exchange_nbytes,
+            "budget_nbytes": self.budget_nbytes,
+            "by_bucket": self.by_bucket,
+        }
 
 
 def bucket_numel_of(
@@ -181,6 +197,11 @@ class Stage:
     num_ranks: int
     tp: int
     expert_tp: int
+
+    @property
+    def matrices(self) -> list[PlannedMatrix]:
+        """All matrices of the stage, ordered by name; of the experts those of one rank."""
+        return sorted(chain(self.shared, self.experts), key=lambda planned: planned.matrix.name)
 
 
 def plan_stage(
@@ -387,13 +408,7 @@ def stage_costs(stage: Stage, settings: StepSettings, machine: Hardware) -> Stag
         # Momentum and master are read and written, the gradient and the update are read.
         memory_nbytes=held * (2 * settings.momentum_nbytes + 4 * _FP32_NBYTES)
         + scalar_held * (3 * _FP32_NBYTES + 2 * _ADAM_NBYTES),
-        collectives=collectives_of(
-            sorted(chain(stage.shared, stage.experts), key=lambda planned: planned.matrix.name),
-            stage.grids,
-            exchange_nbytes=settings.exchange_nbytes,
-            budget_nbytes=settings.budget_nbytes,
-            by_bucket=settings.by_bucket,
-        ),
+        collectives=collectives_of(stage.matrices, stage.grids, **settings.exchange),
     )
     return StageCosts(
         loads,
@@ -448,10 +463,10 @@ def _scratch(stage: Stage, settings: StepSettings, loads: RankLoads) -> int:
     """Return an estimate of the bytes that a step takes at a time.
 
     The whole matrices that a rank works on at a time are within its micro-group's part of the
-    budget, or one matrix. Beside them there is either as much again of shards and what is received
-    while they come together, or what Newton-Schulz of the largest block works in: in fp32 a copy of
-    it and four of its Gram matrix. Of groups that overlap, one is worked on while of one for each
-    other hop lies there what is sent, what is received and what stays.
+    budget, or the largest matrix. Beside them there is either as much again of shards and what is
+    received while they come together, or what Newton-Schulz of the largest block works in. Of
+    groups that overlap, one is worked on while of one for each other hop lies there what is sent,
+    what is received and what stays.
     """
     units = {
         (p.matrix.shape, p.matrix.blocks): p for p in units_of(chain(stage.shared, stage.experts))
@@ -460,19 +475,32 @@ def _scratch(stage: Stage, settings: StepSettings, loads: RankLoads) -> int:
         return 0
     largest = max(unit.matrix.numel for unit in units.values())
     worked, budget = max(loads.worked), settings.budget_nbytes // _FP32_NBYTES
-    shapes = {(*shape, min(_gram_of(unit, shape))) for unit in units.values()
-              for shape in unit.matrix.block_shapes()}  # fmt: skip
-    block = max(rows * columns + 4 * short**2 for rows, columns, short in shapes) * _FP32_NBYTES
+    work = max(
+        _workspace(unit, shape, settings.products_nbytes)
+        for unit in units.values()
+        for shape in unit.matrix.block_shapes()
+    )
     hops = _hops(loads)
-    if worked <= budget or not hops or 2 * largest * (1 + hops) > budget:
+    if not overlap_of(stage.matrices, stage.grids, **settings.exchange):
         whole = min(worked, max(budget, largest)) * _FP32_NBYTES
-        return whole + max(block, whole if hops else 0)
+        return whole + max(work, whole if hops else 0)
     whole = budget // (1 + hops)
     moved = min(max(map(max, (loads.data_numel, loads.tensor_numel))), whole)
     flight = 2 * moved * settings.exchange_nbytes + (whole - moved) * _FP32_NBYTES
-    return whole * _FP32_NBYTES + block + 2 * hops * flight
+    return whole * _FP32_NBYTES + work + 2 * hops * flight
 
 
-def _gram_of(unit: PlannedMatrix, shape: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of the block that a unit's block is a part of, or is."""
-    return unit.whole.matrix.shape if isinstance(unit, PlannedPart) else shape
+def _workspace(unit: PlannedMatrix, shape: tuple[int, int], products_nbytes: int) -> int:
+    """Return about what Newton-Schulz of a block takes beside it, in bytes.
+
+    In bf16 a copy, the rest lies in the matrix itself. In fp32 the block is worked on where it is,
+    or in a copy if it is tall, with two squares of its short side, or with four in the Gram form.
+    A part of a shared block has a copy and four squares.
+    """
+    numel, short = math.prod(shape), min(shape)
+    if isinstance(unit, PlannedPart):
+        return products_nbytes * (numel + 4 * min(unit.whole.matrix.shape) ** 2)
+    if products_nbytes < _FP32_NBYTES:
+        return products_nbytes * numel
+    squares = 4 if numel >= 2 * short**2 else 2
+    return products_nbytes * max(numel, squares * short**2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict, Unpack
 
 from megatron_muon.bookkeeping.plan import Grid, GridSize, PlannedMatrix
 from megatron_muon.bookkeeping.schedule import (
@@ -23,13 +24,24 @@ _PER_SHARED_GROUP = 5
 of two sums of their Gram matrices. In bf16, and where these exceed the budget, there are more."""
 
 
+class ExchangeSettings(TypedDict):
+    """What the exchange of a step depends on.
+
+    Attributes:
+        exchange_nbytes: Bytes of an element that travels.
+        budget_nbytes: What a rank may send and receive in one collective.
+        by_bucket: Whether all matrices of a bucket are done before those of the next.
+    """
+
+    exchange_nbytes: int
+    budget_nbytes: int
+    by_bucket: bool
+
+
 def collectives_of(
     matrices: Iterable[PlannedMatrix],
     grids: Mapping[Grid, GridSize],
-    *,
-    exchange_nbytes: int,
-    budget_nbytes: int,
-    by_bucket: bool,
+    **settings: Unpack[ExchangeSettings],
 ) -> int:
     """Return the collectives of the exchange that the busiest rank enters in a step.
 
@@ -40,38 +52,56 @@ def collectives_of(
         matrices: Of a pipeline stage, ordered by name; of the routed experts those of one
             expert-parallel rank.
         grids: Sizes of the grids they lie in.
-        exchange_nbytes: Bytes of an element that travels.
-        budget_nbytes: What a rank may send and receive in one collective.
-        by_bucket: Whether all matrices of a bucket are done before those of the next.
+        settings: What the exchange depends on.
     """
-    on: dict[Grid, list[PlannedMatrix]] = {}
-    for planned in matrices:
-        on.setdefault(planned.owned.grid, []).append(planned)
     return sum(
-        _rounds(units_of(members), grids[grid], exchange_nbytes, budget_nbytes, by_bucket)
-        for grid, members in on.items()
+        _rounds(units_of(members), grids[grid], settings)
+        for grid, members in _by_grid(matrices).items()
     )
 
 
-def _rounds(
-    plan: Sequence[PlannedMatrix],
-    size: GridSize,
-    exchange_nbytes: int,
-    budget_nbytes: int,
-    by_bucket: bool,
-) -> int:
+def overlap_of(
+    matrices: Iterable[PlannedMatrix],
+    grids: Mapping[Grid, GridSize],
+    **settings: Unpack[ExchangeSettings],
+) -> bool:
+    """Whether micro-groups of any grid overlap; the arguments are those of the collectives."""
+    return any(
+        overlaps(*_cut(units_of(members), grids[grid], settings))
+        for grid, members in _by_grid(matrices).items()
+    )
+
+
+def _by_grid(matrices: Iterable[PlannedMatrix]) -> dict[Grid, list[PlannedMatrix]]:
+    on: dict[Grid, list[PlannedMatrix]] = {}
+    for planned in matrices:
+        on.setdefault(planned.owned.grid, []).append(planned)
+    return on
+
+
+def _cut(
+    plan: Sequence[PlannedMatrix], size: GridSize, settings: ExchangeSettings
+) -> tuple[Sequence[PlannedMatrix], int, Spread, int, int, bool]:
+    """Return what micro-groups are cut by."""
+    budget = settings["budget_nbytes"]
+    return (
+        plan, size.tp, Spread(whole=True, everywhere=False),
+        budget // settings["exchange_nbytes"], budget // _FP32_NBYTES, settings["by_bucket"],
+    )  # fmt: skip
+
+
+def _rounds(plan: Sequence[PlannedMatrix], size: GridSize, settings: ExchangeSettings) -> int:
     """Return the same of one grid.
 
     A rank enters those of its column of the grid, between data-parallel ranks, and of its row.
     """
     if size.dp == size.tp == 1:
         return 0
-    budget = budget_nbytes // exchange_nbytes
     # All columns are alike but for matrices that are not cut: those travel to their home alone.
     columns = {0} | {planned.home.tp for planned in plan if not planned.matrix.is_cut}
     in_column, in_row = Counter(dict.fromkeys(columns, 0)), Counter[int]()
-    spread = Spread(whole=True, everywhere=False)
-    cut = (plan, size.tp, spread, budget, budget_nbytes // _FP32_NBYTES, by_bucket)
+    cut = _cut(plan, size, settings)
+    _, _, spread, budget, _, _ = cut
     groups = micro_groups_of(*cut, overlapped=overlaps(*cut))
 
     def rounds(transfers: Sequence[Transfer]) -> int:

@@ -28,7 +28,7 @@ class Traffic:
         peak_scratch_nbytes: Most bytes of scratch in use at one time: here those of the buffers of
             one collective. An optimizer that takes all of it from an arena writes the most that
             the arena had lent: these buffers, what is orthogonalized, shards and matrices that are
-            put together, and what Newton-Schulz works in, but for shared blocks.
+            put together, and what Newton-Schulz of whole matrices works in, but in its own kernels.
     """
 
     calls: int = 0
@@ -187,7 +187,8 @@ class Flight:
                 scratch, so it copies.
         """
         while self._launched:
-            self.wait()
+            if self._launched[0].under_way is not None:
+                self.wait()
             landed = self._launched.popleft()
             try:
                 for transfer, part in _parts(landed.round_.incoming, landed.receive):

@@ -215,6 +215,7 @@ def _costs(
         budget_nbytes=settings.gather_budget_nbytes,
         share_blocks=settings.share_blocks,
         by_bucket=settings.gathers_early,
+        products_nbytes=2 if settings.matmul_precision == "medium" else 4,
     )
     given = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:  # 0.19.2, training/models/dist_utils.py:280

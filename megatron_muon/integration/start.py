@@ -7,7 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -67,6 +67,20 @@ SETTING_FLAGS = {
     "report": "--muon-report",
 }
 """The flag of each setting, in the order in which a reader looks for them."""
+
+
+class MicroGroups(NamedTuple):
+    """The micro-groups of a grid.
+
+    Attributes:
+        number: How many; 0 if nothing moves.
+        overlap: Whether they overlap.
+        budget_to_overlap: The least budget, in bytes, with which they would; 0 if there is none.
+    """
+
+    number: int
+    overlap: bool
+    budget_to_overlap: int
 
 
 def announce(
@@ -135,7 +149,10 @@ def settings_as_flags(settings: MuonSettings, config: Any) -> Iterator[str]:
         settings: The resolved settings.
         config: Megatron's optimizer config, which tells in which of two ways a size was given.
     """
-    told = settings.to_dict() | {"gather_budget_mib": settings.gather_budget_nbytes / 2**20}
+    budget_mib = getattr(config, "muon_gather_budget_mib", None)
+    if budget_mib is None:
+        budget_mib = settings.gather_budget_nbytes / 2**20
+    told = settings.to_dict() | {"gather_budget_mib": budget_mib}
     rms = getattr(config, "muon_match_adamw_rms", None)
     if rms is not None:
         told |= {"match_adamw_rms": rms, "scale_mode": None, "extra_scale_factor": None}
@@ -161,7 +178,7 @@ def _lines(
     memory: Memory,
     settings: MuonSettings,
     optimizer: MuonChain,
-    exchanges: tuple[int, bool, int],
+    exchanges: MicroGroups,
 ) -> Iterator[str]:
     yield "megatron-muon: Muon is on"
     # A flag and its value stay on one line.
@@ -191,15 +208,7 @@ def _lines(
     if settings.share_blocks:
         shared = sum(len(planned.homes) > 1 for plan in plans for planned in plan.matrices)
         yield f"  {shared} matrices are each shared by several ranks (--muon-share-blocks)"
-    num_groups, overlap, nbytes_to_overlap = exchanges
-    if overlap:
-        yield f"  {num_groups} micro-groups, exchanged while another is orthogonalized"
-    elif num_groups > 1 and nbytes_to_overlap:
-        least_mib = math.ceil(nbytes_to_overlap / 2**20 * 100) / 100
-        yield (
-            f"  {num_groups} micro-groups one after the other, which takes the least memory; they "
-            f"overlap from --muon-gather-budget-mib {least_mib}"
-        )
+    yield from _of_micro_groups(exchanges)
     yield f"  gradients: {_gradients(optimizer, settings)}"
     if memory.num_quantized:
         yield (
@@ -225,17 +234,28 @@ def _lines(
     yield "  " + "; ".join(str(capability) for capability in capabilities())
 
 
-def _micro_groups(muons: Sequence[OwnedMuon]) -> tuple[int, bool, int]:
-    """Return how many micro-groups this rank's grid has, whether they overlap and from where on.
-
-    Of several grids it is that of the most; the last is a budget in bytes.
-    """
+def _micro_groups(muons: Sequence[OwnedMuon]) -> MicroGroups:
+    """Return what is said of this rank's micro-groups: of the grid with the most, if of several."""
     found = [
-        (len(engine.schedule), engine.is_pipelined, engine.nbytes_to_overlap())
+        MicroGroups(len(engine.schedule), engine.is_pipelined, engine.budget_to_overlap() or 0)
         for muon in muons
         for engine in muon.engines
+        if engine.stages.share > 1
     ]
-    return max(found, default=(0, False, 0))
+    return max(found, default=MicroGroups(0, False, 0))
+
+
+def _of_micro_groups(groups: MicroGroups) -> Iterator[str]:
+    if groups.overlap:
+        yield f"  {groups.number} micro-groups, exchanged while another is orthogonalized"
+    elif groups.number == 1:
+        yield "  one micro-group: all matrices are exchanged at once"
+    elif groups.number:
+        least_mib = math.ceil(groups.budget_to_overlap / 2**20 * 1000) / 1000
+        way = f"they overlap from --muon-gather-budget-mib {least_mib}"
+        if not groups.budget_to_overlap:
+            way = "with room for it to overlap the step would be one"
+        yield f"  {groups.number} micro-groups one after the other, in the least memory; {way}"
 
 
 def _gradients(optimizer: MuonChain, settings: MuonSettings) -> str:

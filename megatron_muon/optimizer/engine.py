@@ -97,7 +97,7 @@ class Engine:
                 self._ranges[i] = range_
         wire, settings, tp_size = station.wire, station.settings, self.position.tp_size
         held_numel = settings.budget_nbytes // torch.float32.itemsize
-        self.is_pipelined = settings.pipelined and overlaps(
+        self.is_pipelined = overlaps(
             self.plan, tp_size, self._spread, wire.budget_numel, held_numel, settings.by_bucket
         )
         self.schedule: list[MicroGroup] = make_schedule(
@@ -112,12 +112,18 @@ class Engine:
         self._shared = SharedBlocks(self.plan, [g.indices for g in self.schedule], station)
         self.stages: Stages = stages_of(self.plan, tp_size, self._spread)
 
-    def nbytes_to_overlap(self) -> int:
-        """Return the budget, in bytes, from which micro-groups overlap; 0 if nothing moves."""
-        if self.stages.share == 1:
-            return 0
-        moved, held = room_to_overlap(self.plan, self.position.tp_size, self._spread)
-        return max(moved * self.station.wire.dtype.itemsize, held * torch.float32.itemsize)
+    def budget_to_overlap(self) -> int | None:
+        """Return the least budget, in bytes, with which micro-groups overlap.
+
+        ``None`` if there is none: nothing moves, or with so much room all is one micro-group.
+        """
+        tp_size, itemsize = self.position.tp_size, self.station.wire.dtype.itemsize
+        moved, held = room_to_overlap(self.plan, tp_size, self._spread)
+        nbytes = max(moved * itemsize, held * torch.float32.itemsize)
+        budgets = nbytes // itemsize, nbytes // torch.float32.itemsize
+        by_bucket = self.station.settings.by_bucket
+        do_overlap = overlaps(self.plan, tp_size, self._spread, *budgets, by_bucket)
+        return nbytes if do_overlap else None
 
     def held_numel(self) -> dict[str, int]:
         """Return how many elements this rank has of each matrix that it has a piece of.

@@ -48,8 +48,6 @@ class EngineSettings:
             rounds both on every rank, also where nothing travels, so that the update still does
             not depend on the grid.
         by_bucket: Whether all matrices of a bucket are done before those of the next.
-        pipelined: Whether the exchanges of some micro-groups run under the Newton-Schulz of
-            another; results are the same to the last bit.
     """
 
     orthogonalization: Orthogonalization
@@ -58,7 +56,6 @@ class EngineSettings:
     budget_nbytes: int = DEFAULT_BUDGET_NBYTES
     exchange_dtype: torch.dtype = torch.float32
     by_bucket: bool = False
-    pipelined: bool = True
 
     @property
     def spread(self) -> Spread:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -391,7 +391,10 @@ class _Kept:
         self.pieces: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        kept = self.pieces.pop() if self.pieces and device.type == "cpu" else None
+        kept = None
+        if device.type == "cpu":
+            with suppress(IndexError):  # none, or another thread has taken it
+                kept = self.pieces.pop()
         if kept is None or kept.numel() < numel or kept.dtype != dtype:
             kept = None  # before the larger one is made
             kept = torch.empty(numel, dtype=dtype, device=device)

@@ -305,6 +305,7 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
         rules=rules,
         share_blocks="muon-share-blocks" in flags,
         by_bucket=any(flag in flags for flag in GATHERS_EARLY),
+        products_nbytes=2 if one(flags, "muon-fp32-matmul-prec", "medium") == "medium" else 4,
         **changes,
     )
 

@@ -51,15 +51,17 @@ GRIDS = {
     "owner TP2": Case(tp=2, dp=1),
     "flat DP2": Case(tp=1, dp=2, layout="flat"),
     "owner TP2 DP2": Case(tp=2, dp=2),
-    "flat TP2 DP2": Case(tp=2, dp=2, layout="flat"),
+    "flat TP2 DP2": Case(tp=2, dp=2, layout="flat", budget_nbytes=4 * 5120, matrices=40),
     "owner TP4": Case(tp=4, dp=1, budget_nbytes=4 * 8192, matrices=60),
     "flat DP4": Case(tp=1, dp=4, layout="flat"),
-    "flat TP2 DP2, bf16 exchange": Case(tp=2, dp=2, layout="flat", wire=torch.bfloat16),
+    "flat TP2 DP2, bf16 exchange": Case(
+        tp=2, dp=2, layout="flat", wire=torch.bfloat16, budget_nbytes=4 * 5120, matrices=40
+    ),
     "flat TP2 DP2, duplicated": Case(
         tp=2, dp=2, layout="flat", mode="duplicated", budget_nbytes=4 * 6144
     ),
     "flat TP2 DP2, distributed": Case(
-        tp=2, dp=2, layout="flat", mode="distributed", budget_nbytes=4 * 2048
+        tp=2, dp=2, layout="flat", mode="distributed", budget_nbytes=4 * 2304
     ),
 }  # fmt: skip
 CASES = {
@@ -76,7 +78,7 @@ CASES = {
         f"{name}, twice as many": replace(GRIDS[name], matrices=2 * GRIDS[name].matrices)
         for name in ("owner TP4", "flat TP2 DP2", "flat DP4")
     },
-    "flat TP2 DP2, rounds": Case(tp=2, dp=2, layout="flat", budget_nbytes=512),
+    "flat TP2 DP2, rounds": replace(GRIDS["flat TP2 DP2"], budget_nbytes=512),
     "failing": replace(GRIDS["flat TP2 DP2"], failing=3),
 }
 
@@ -142,8 +144,8 @@ def piece_of(planned, x, dp, tp, size):
 
 def make_engine(case, rows, columns):
     from megatron_muon.collectives.arena import Arena
+    from megatron_muon.optimizer import engine
     from megatron_muon.optimizer.account import StepAccount
-    from megatron_muon.optimizer.engine import Engine
     from megatron_muon.optimizer.station import EngineSettings, Station
     from megatron_muon.orthogonalize.newton_schulz import Orthogonalization
 
@@ -153,10 +155,14 @@ def make_engine(case, rows, columns):
             extra_scale_factor=1.0, matmul_precision="highest",
         ),
         mode=case.mode, budget_nbytes=case.budget_nbytes, exchange_dtype=case.wire,
-        pipelined=case.pipelined,
     )  # fmt: skip
     station = Station(rows, columns, settings, Arena(), StepAccount(events=[]), torch.device("cpu"))
-    return Engine(plan_of(case), station)
+    with (
+        contextlib.nullcontext()
+        if case.pipelined
+        else mock.patch.object(engine, "overlaps", return_value=False)
+    ):
+        return engine.Engine(plan_of(case), station)
 
 
 @contextlib.contextmanager

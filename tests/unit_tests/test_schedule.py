@@ -409,8 +409,9 @@ def loads_of(case, spread, group):
             if isinstance(planned, PlannedPart) and tp == home.tp:
                 loads["held", home.dp, tp][i] += 4 * min(planned.whole.matrix.shape) ** 2
         for piece, tp in product(planned.owned.pieces, range(case.tp)):
+            moved = len(elements_of(planned, piece, tp))
+            loads["read", piece.rank, tp][i] += moved * (1 + (piece.rank != home.dp))
             if piece.rank != home.dp:
-                moved = len(elements_of(planned, piece, tp))
                 loads["row", home.dp, tp][i] += moved
                 loads["row", piece.rank, tp][i] += moved
     alone = replace(case, plan=tuple(case.plan[i] for i in group), budget=PLENTY)
@@ -433,9 +434,11 @@ def room_of(case, spread, budget):
         for (kind, *_), load in loads_of(case, spread, bundle).items():
             most[kind] = max(most[kind], load.total())
     in_row = max(budget, 2 * most["to_home"], 2 * most["from_home"])
+    homes_in_row = 1 if spread.everywhere else case.tp
     return {
+        "read": max(budget, most["read"], 2 * most["held"]),
         "held": max(budget, most["held"]),
-        "row": max(budget, 2 * most["row"] * (1 if spread.everywhere else case.tp)),
+        "row": max(budget, 2 * most["row"] * homes_in_row),
         "to_home": in_row,
         "from_home": in_row,
     }
@@ -630,8 +633,8 @@ def test_micro_groups_that_overlap_share_the_budget(spread, case, more):
     needs = room_of(case, spread, 0)
     least = share * max(needs.values())
     moved, held = room_to_overlap(case.plan, case.tp, spread)
-    assert held == share * needs["held"]
-    assert moved == share * max(needs["row"], needs["to_home"])
+    assert held == share * max(needs["held"], needs["read"])
+    assert moved == (share > 1) * share * max(needs["row"], needs["to_home"])
     budget = max(2, least + more)
     alone = cut_into_micro_groups(case.plan, case.tp, spread, budget)
     overlapped = overlaps(case.plan, case.tp, spread, budget)
@@ -647,3 +650,19 @@ def test_micro_groups_that_overlap_share_the_budget(spread, case, more):
     at = Position(dp=0, tp=0, dp_size=case.dp, tp_size=case.tp)
     for group in make_schedule(case.plan, at, spread, budget, overlapped=True):
         assert all(len(getattr(group, hop)) <= 1 for hop in HOPS)
+
+
+def test_a_budget_with_room_may_leave_one_micro_group():
+    """Of two matrices on each of two homes nothing overlaps at any budget, of ten much does."""
+
+    def at_least_room(count):
+        matrices = [
+            LogicalMatrix(f"m{i}", (8, 8), whole(8), tp_dim=0, tp_size=2) for i in range(count)
+        ]
+        plan = plan_of([OwnedMatrix(matrix=m, pieces=held_by(0, m)) for m in matrices], 1, 2)
+        moved, held = room_to_overlap(plan, 2, SPREADS["owner"])
+        assert (moved, held) == (2 * 2 * 32, 2 * 2 * 64)
+        return [overlaps(plan, 2, SPREADS["owner"], b, b) for b in (held - 1, held, 10 * held)]
+
+    assert at_least_room(4) == [False, False, False]
+    assert at_least_room(20) == [False, True, False]
