@@ -263,8 +263,16 @@ class ChainState:
                 f"{_SAME_RANKS}"
             )
         held = self._held()
+        owners = ""
+        if record.get("plan") != self._fingerprint:
+            owners = (
+                f"Matrices have other owners there: its plan is {record.get('plan')}, by "
+                f"megatron-muon {record.get('version')}, this run's is {self._fingerprint}, by "
+                f"{VERSION}. Other sizes, another --muon-layout, other --muon-split-* flags, "
+                "--muon-no-split-qkv and other versions do that. "
+            )
         for item in held:
-            _check_alike(item, state_dict)
+            _check_alike(item, state_dict, owners)
         for item in held:
             for state, tensor in item.tensors.items():
                 tensor.copy_(state_dict[STATE][item.name][state])
@@ -312,7 +320,7 @@ def _saved(held: Held) -> Iterator[tuple[str, torch.Tensor]]:
         yield MASTER, held.tensors[SHARDED_MASTER]
 
 
-def _check_alike(item: Held, state_dict: Mapping[str, Any]) -> None:
+def _check_alike(item: Held, state_dict: Mapping[str, Any], owners: str) -> None:
     """Check that a rank's own state has a parameter in the form that this rank holds."""
     state, ranges = state_dict[STATE], state_dict[_RANGES]
     place = ranges.get(item.name)
@@ -324,7 +332,7 @@ def _check_alike(item: Held, state_dict: Mapping[str, Any]) -> None:
         held = "all" if item.range is None else f"elements {item.range[0]} to {item.range[1]}"
         raise CheckpointError(
             f"This rank holds {held} of {item.name}, with {', '.join(item.tensors)}; its file has "
-            f"{_tell(item.name, state, ranges)}. {_SAME_RANKS}"
+            f"{_tell(item.name, state, ranges)}. {owners}{_SAME_RANKS}"
         )
 
 
