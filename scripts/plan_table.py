@@ -5,12 +5,13 @@
 Each row is one run of the command with ``--layout auto`` and ``--json``.
 """
 
+import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from typing import Any
+
+from megatron_muon.tools import cli
 
 GIB = 2**30
 
@@ -34,18 +35,18 @@ kimi-k2 --pp 8 --last-stage-layers 5 --dp 512 --ep 64""".splitlines()
 """Models and sizes, up to 4096 ranks."""
 
 HEAD = """\
-| model and sizes | ranks | layout | work | GiB kept | step ms | Newton-Schulz | exchange \
+| model and sizes | ranks | layout | work | memory GiB | step ms | Newton-Schulz | exchange \
 | latency | elementwise | gradients | weights |
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def planned(arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the command says of a model at some sizes."""
-    command = [sys.executable, "-m", "megatron_muon", "plan", *arguments]
-    ended = subprocess.run(
-        [*command, "--layout", "auto", "--json", "-"], capture_output=True, text=True, check=True
-    )
-    report: dict[str, Any] = json.loads(ended.stdout)
+    with redirect_stdout(io.StringIO()) as shown:
+        status = cli.main(["plan", *arguments, "--layout", "auto", "--json", "-"])
+    if status:
+        raise SystemExit(status)
+    report: dict[str, Any] = json.loads(shown.getvalue())
     return report
 
 
@@ -74,8 +75,7 @@ def line_of(report: dict[str, Any]) -> str:
 def table() -> Iterator[str]:
     """Yield the lines of the table."""
     yield from HEAD.splitlines()
-    with ThreadPoolExecutor(2) as pool:
-        yield from map(line_of, pool.map(planned, ROWS))
+    yield from map(line_of, map(planned, ROWS))
 
 
 if __name__ == "__main__":

@@ -143,8 +143,9 @@ def normalize(x: torch.Tensor) -> None:
     """Divide each block by its Frobenius norm, in place; zero stays zero.
 
     Blocks whose squares could overflow or underflow are multiplied by a power of two first, which
-    changes no digit of a normal number: its largest magnitude is then at least 1/2 and below 1, or 1e-7 if all its
-    numbers were subnormal. On a CPU, where asking is free, this is left out if no block needs it.
+    changes no digit of a normal number: its largest magnitude is then at least 1/2 and below 1, or
+    1e-7 if all its numbers were subnormal. On a CPU, where asking is free, this is left out if no
+    block needs it.
 
     Args:
         x: Blocks, ``([B,] a, b)`` fp32.

@@ -296,6 +296,8 @@ def _settings(settings: PlanSettings, flags: Flags) -> PlanSettings:
         gated_fc1="muon-split-gated-fc1" in flags,
         heads="muon-split-heads" in flags,
     )
+    if "grad-reduce-in-bf16" in flags and settings.param_nbytes == 2:
+        changes["grad_nbytes"] = 2
     rules = RoutingRules(
         exclude=tuple(flags.get("muon-exclude", ())), include=tuple(flags.get("muon-include", ()))
     )

@@ -29,8 +29,8 @@ def save_picture(report: JobReport, path: Path, pp_rank: int = 0) -> None:
         import matplotlib.figure
     except ImportError:
         raise HostError(
-            f"--picture {path} needs matplotlib: install it with `pip install "
-            "'megatron-muon[report]'`."
+            f"--picture {path} needs matplotlib: install it with `pip install '.[report]'` in "
+            "the checkout."
         ) from None
     stage = report.stages[pp_rank]
     figure: Any = matplotlib.figure.Figure(figsize=(11, 11), layout="constrained")

@@ -27,6 +27,9 @@ from megatron_muon.bookkeeping.stage import (
 from megatron_muon.bookkeeping.units import units_of
 from megatron_muon.planner.job import JobPlan, StagePlan
 
+AROUND_THE_OPTIMIZER = ("gradient_reduce", "weight_gather")
+"""Parts of a predicted step that a run overlaps with the backward and the forward pass."""
+
 MAX_PLANS_TO_FINGERPRINT = 64
 """A job with more different plans is given a fingerprint only where it is asked for."""
 
@@ -76,14 +79,29 @@ class StageNumbers:
     @property
     def over_bound(self) -> float:
         """The busiest rank's flops over what it bears at least: a matrix, or a part of one."""
+        return self.over_perfect / max(self.largest_over_mean, 1.0)
+
+    @property
+    def largest_over_mean(self) -> float:
+        """The flops of the largest matrix, or part of a shared one, over an even share."""
         flops = self.loads.flops
         largest = max(unit.flops for unit in units_of(self.stage.first_plan.matrices))
-        return max(flops) / max(largest, sum(flops) / len(flops))
+        return largest * len(flops) / sum(flops)
 
     @property
     def num_shared(self) -> int:
         """Matrices that several ranks work on together."""
         return sum(len(planned.homes) > 1 for planned in self.stage.first_plan.matrices)
+
+    @property
+    def num_waiting(self) -> int:
+        """Ranks with less Newton-Schulz work than the busiest."""
+        return len(self.loads.flops) - self.loads.flops.count(max(self.loads.flops))
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Predicted seconds without the reduction of gradients and the gather of weights."""
+        return sum(s for part, s in self.seconds.items() if part not in AROUND_THE_OPTIMIZER)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report's form."""
@@ -111,6 +129,7 @@ class StageNumbers:
             "memory": self.memory.to_dict(),
             "step": {
                 "seconds": self.seconds,
+                "optimizer_seconds": self.optimizer_seconds,
                 "shares": {part: value / total for part, value in self.seconds.items()},
             },
         }
@@ -152,6 +171,11 @@ class JobReport:
         return max(self.stages, key=lambda stage: sum(stage.seconds.values()))
 
     @property
+    def left_nbytes(self) -> int:
+        """Memory of the machine that the fullest rank leaves; below 0 the job does not fit."""
+        return self.machine.memory_nbytes - max(stage.memory.total for stage in self.stages)
+
+    @property
     def padding(self) -> float:
         """Elements of the matrices' buffers over those of the matrices, over the whole job."""
         return padding_of(
@@ -184,8 +208,12 @@ class JobReport:
             },
             "padding": self.padding,
             "memory": {
-                name: max(stage.memory.to_dict()[name] for stage in self.stages)
-                for name in self.stages[0].memory.to_dict()
+                **{
+                    name: max(stage.memory.to_dict()[name] for stage in self.stages)
+                    for name in self.stages[0].memory.to_dict()
+                },
+                "machine_bytes": self.machine.memory_nbytes,
+                "left_bytes": self.left_nbytes,
             },
             "stages": [stage.to_dict() for stage in self.stages],
             "ownership": list(ownership_rows(job)),
@@ -242,11 +270,16 @@ def ownership_rows(job: JobPlan) -> Iterator[dict[str, Any]]:
 def job_assumptions(job: JobPlan) -> list[str]:
     """Return what the numbers of a job take for granted, for the reader."""
     settings, said = job.settings, []
-    buckets = "with" if settings.overlap else "without"
+    stages = "stage 0 only" if settings.wrapping == "builder" else "every stage"
     said.append(
-        f"a distributed optimizer; buckets as {buckets} --overlap-grad-reduce and --wrapping "
-        f"{settings.wrapping}"
+        "a distributed optimizer, "
+        + (
+            f"--overlap-grad-reduce, --wrapping {settings.wrapping} (buckets on {stages})"
+            if settings.overlap
+            else "no --overlap-grad-reduce (no buckets by size)"
+        )
     )
+    said.append("memory: no activations, workspaces or NCCL buffers")
     said.append(
         f"modules of --transformer-impl {job.model.transformer_impl}; weights of "
         f"{settings.param_nbytes} bytes an element, gradients of {settings.grad_nbytes}"

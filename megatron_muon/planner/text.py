@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from megatron_muon.bookkeeping.costs import GIB, LayoutChoice, assumptions
+from megatron_muon.bookkeeping.homes import FLOPS_TOLERANCE_PERCENT
 from megatron_muon.bookkeeping.plan import PlannedMatrix
 from megatron_muon.bookkeeping.stage import max_over_mean, padding_of
 from megatron_muon.planner.report import (
@@ -17,6 +18,8 @@ from megatron_muon.planner.report import (
 )
 
 _WIDTH = 100
+_UNEVEN = 1.5
+"""Work of the busiest rank over the mean beyond which a way to less is named."""
 _SENT = ("data_exchange", "tensor_exchange", "gradient_reduce", "weight_gather")
 _PARTS = {
     "newton_schulz": "Newton-Schulz",
@@ -50,9 +53,7 @@ def lines_of(report: JobReport, num_rows: int, pp_rank: int = 0) -> Iterator[str
         f"padding {report.padding:.3f} (elements of the matrices' buffers over those of the "
         "matrices)"
     )
-    if job.settings.share_blocks:
-        num_shared = sum(stage.num_shared for stage in report.stages)
-        yield f"{num_shared} matrices are each shared by several ranks (--muon-share-blocks)"
+    yield from _sharing_lines(report)
     yield ""
     yield "balance: Newton-Schulz work, and elements of masters and momentum, of the busiest rank"
     yield from _table(
@@ -60,21 +61,27 @@ def lines_of(report: JobReport, num_rows: int, pp_rank: int = 0) -> Iterator[str
          "padding"],
         _rows(report.stages, _balance_cells, with_layers=True),
     )  # fmt: skip
-    yield "  bound: the mean, or the largest matrix (of a shared one, a part) if that is more;"
-    yield "  idle: no matrix to orthogonalize; padding: of each buffer of matrices"
+    yield (
+        "  bound: the mean, or the largest matrix or part if more; idle: no matrix; padding: by "
+        "buffer"
+    )
     yield ""
-    yield "GiB that the busiest rank sends in a step"
+    yield (
+        "GiB that the busiest rank sends in a step (data/whole: over a gather of whole fp32 "
+        "buckets)"
+    )
     yield from _table(
         ["stage", *(_PARTS[part] for part in _SENT), "data/whole"],
         _rows(report.stages, _sent_cells),
     )
-    yield "  data/whole: exchange over data-parallel ranks, against a gather of whole fp32 buckets"
     yield ""
-    yield "GiB that the fullest rank keeps"
+    yield "memory: GiB that the fullest rank keeps, without activations"
     yield from _table(
-        ["stage", "parameters", "gradients", "masters", "momentum", "scratch (estimate)", "total"],
-        _rows(report.stages, _kept_cells),
-    )
+        ["stage", "parameters", "gradients", "masters", "momentum, moments", "scratch (estimate)",
+         "total"],
+        _rows(report.stages, _memory_cells),
+    )  # fmt: skip
+    yield _left_line(report)
     yield ""
     yield from _step_lines(report.worst)
     yield ""
@@ -139,20 +146,57 @@ def _sent_cells(stage: StageNumbers) -> list[str]:
     return [*(f"{nbytes / GIB:.3f}" for nbytes in sent), share]
 
 
-def _kept_cells(stage: StageNumbers) -> list[str]:
+def _memory_cells(stage: StageNumbers) -> list[str]:
     return [f"{nbytes / GIB:.2f}" for nbytes in stage.memory.to_dict().values()]
+
+
+def _left_line(report: JobReport) -> str:
+    machine, left = report.machine, report.left_nbytes / GIB
+    said = f"{left:.2f} GiB left for activations" if left >= 0 else f"{-left:.2f} GiB too much"
+    return (
+        f"  of {machine.memory_nbytes / GIB:.4g} GiB ({machine.name}; --memory sets it), on the "
+        f"worst stage: {said}"
+    )
+
+
+def _sharing_lines(report: JobReport) -> Iterator[str]:
+    """Say which matrices are shared, or that sharing them is worth a try."""
+    stage = max(report.stages, key=lambda each: each.over_perfect)
+    if not report.job.settings.share_blocks:
+        if stage.over_perfect > _UNEVEN:
+            yield (
+                f"{stage.num_waiting} of {len(stage.loads.flops)} ranks of stage "
+                f"{stage.stage.pp_rank} wait for those with the largest matrices: try "
+                "`-- --muon-share-blocks`"
+            )
+        return
+    num_shared = sum(each.num_shared for each in report.stages)
+    if num_shared:
+        yield f"{num_shared} matrices are each shared by several ranks (--muon-share-blocks)"
+        return
+    share = 1 + FLOPS_TOLERANCE_PERCENT / 100
+    is_small = all(each.largest_over_mean <= share for each in report.stages)
+    why = "is more than a rank's share" if is_small else "whose sharing lightens the busiest rank"
+    yield f"0 matrices are shared by several ranks (none {why})"
 
 
 def _step_lines(stage: StageNumbers) -> Iterator[str]:
     total = sum(stage.seconds.values()) or 1.0
+
+    def line(part: str, seconds: float, bar: str = "") -> str:
+        return f"  {part:<17}{seconds * 1e3:10.2f} ms {seconds / total:6.1%} {bar}".rstrip()
+
     yield (
-        f"predicted step of the slowest stage ({stage.stage.pp_rank}), nothing overlapped: "
-        f"{total * 1e3:.2f} ms"
+        f"predicted optimizer step of the slowest stage ({stage.stage.pp_rank}), nothing "
+        f"overlapped: {total * 1e3:.2f} ms"
+    )
+    yield (
+        "  with the reduction of gradients and the gather of weights, without forward and backward"
     )
     for part, seconds in stage.seconds.items():
-        share = seconds / total
-        bar = "#" * round(40 * share)
-        yield f"  {_PARTS[part]:<17}{seconds * 1e3:10.2f} ms {share:6.1%} {bar}".rstrip()
+        if part == "gradient_reduce":
+            yield line("optimizer alone", stage.optimizer_seconds)
+        yield line(_PARTS[part], seconds, "#" * round(40 * seconds / total))
 
 
 def _ownership_lines(stage: StageNumbers, num_rows: int) -> Iterator[str]:
@@ -164,11 +208,12 @@ def _ownership_lines(stage: StageNumbers, num_rows: int) -> Iterator[str]:
         pieces = planned.owned.pieces
         rows.append([
             planned.matrix.name, "x".join(map(str, planned.matrix.shape)),
-            _span(pieces[0].rank, pieces[-1].rank), _homes(planned), f"{planned.flops / 1e9:.1f}",
+            f"dp{_span(pieces[0].rank, pieces[-1].rank)}", _homes(planned),
+            f"{planned.flops / 1e9:.1f}",
         ])  # fmt: skip
     yield (
-        f"matrices of stage {stage.stage.pp_rank}, by name: data-parallel ranks that hold each, "
-        "home (data,tensor rank)"
+        f"matrices of stage {stage.stage.pp_rank}, by name: data-parallel ranks (dp) that hold "
+        "each, home (data,tensor rank)"
     )
     yield from _table(["matrix", "shape", "held by", "home", "GFLOP"], rows)
     if len(matrices) > num_rows:

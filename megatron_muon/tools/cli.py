@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -14,6 +16,9 @@ from megatron_muon.integration.messages import EXIT_CODE, fail, say_error
 from megatron_muon.planner import command as planner
 from megatron_muon.tools import golden, inspect_checkpoint
 
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit code of a command whose output nobody reads any more, as a shell gives it."""
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser that says what is wrong once a job, not once a rank."""
@@ -23,13 +28,41 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code."""
-    arguments, of_script = split_script(sys.argv[1:] if argv is None else argv)
+    """Run a subcommand and return its exit code.
+
+    A reader of the output that has seen enough, such as ``head``, ends the command without a word.
+    A script under ``run`` keeps its own errors.
+    """
+    is_script = False
+    try:
+        try:
+            options = _options(sys.argv[1:] if argv is None else argv)
+            is_script = options.main is _run
+            return _carry_out(options)
+        finally:
+            if not is_script:
+                # Here, and not at Python's end, where nobody catches what it says.
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if is_script:
+            raise
+        # What is still buffered must go somewhere, or Python complains at its end.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    arguments, of_script = split_script(argv)
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         advice = planner.advice(unknown) if options.main is planner.main else ""
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
     options.arguments = of_script
+    return options
+
+
+def _carry_out(options: argparse.Namespace) -> int:
     try:
         if options.needs_torch:
             _require_torch()

@@ -103,7 +103,8 @@ def _summarize(curve: MetricSeries, golden: MetricSeries, progress: _Progress, l
     held = _hold(curve, golden)
     print(
         f"summary: loss {curve.first:.4f} -> {curve.last:.4f}, golden distance "
-        f"{held.distance:.1e}, {progress.seconds_per_step:.2f} s/step, logs in {logs}"
+        f"{held.distance:.1e} (limit {held.tolerance:g}), {progress.seconds_per_step:.2f} s/step, "
+        f"logs in {logs}"
     )
     if not held.passed:
         print(f"megatron-muon: error: the loss left the golden curve: {held.message}",

@@ -46,8 +46,9 @@ install_environment() {
     say "installing the packages of requirements.lock into .venv (about 3 GB to download if they are" \
       "new here; some minutes, once)"
     pip_install --no-deps --only-binary :all: --requirement "$ROOT/requirements.lock" ||
-      die "the installation failed; the reason is above. It needs the network this first time, and about" \
-        "10 GB of disk. What is already installed stays: run it again to go on from here."
+      die "the installation failed; the reason is above. It needs the network this first time, and 10" \
+        "GB of disk free while it installs, 5 GB stay. What is already installed stays: run it again to go" \
+        "on from here."
   fi
   pip_install --no-deps --no-index --no-build-isolation --editable . ||
     die "megatron-muon itself could not be installed; the reason is above"

@@ -33,6 +33,7 @@ class Run:
         sharding: ``distrib_optim_sharding_type`` that Megatron would save with, ``None`` without
             any distributed optimizer.
         counts_in_group: Whether stock's AdamW counts its steps in the group.
+        is_adamw: Whether stock trains with AdamW alone, as Megatron does without ``--optimizer``.
         load: Folder to load from; everything is garbage before.
         save: Folder to save to, after :data:`STEPS`.
         fault: What is broken after the load, a key of :data:`FAULTS`.
@@ -42,6 +43,7 @@ class Run:
     case: Case
     sharding: str | None = "dp_reshardable"
     counts_in_group: bool = True
+    is_adamw: bool = False
     load: str | None = None
     save: str | None = None
     fault: str | None = None
@@ -74,7 +76,14 @@ def run_stock(jobs: Sequence[Run]) -> list[Kept]:
     from megatron_muon.integration.install import install
 
     install(device="cpu", optimizer=False)
-    return [_run(job, _stock_optimizer, _stock_on_cpu(job.counts_in_group)) for job in jobs]
+    return [
+        _run(
+            job,
+            _stock_adamw if job.is_adamw else _stock_optimizer,
+            _stock_on_cpu(job.counts_in_group),
+        )
+        for job in jobs
+    ]
 
 
 def run_ours(jobs: Sequence[Run]) -> list[Kept]:
@@ -89,7 +98,8 @@ def _run(job: Run, make: Callable[[Case, list[Any]], Any], surroundings: Any) ->
     from megatron.core import parallel_state as state
 
     with build.parallel_state(*job.case.grid), surroundings:
-        chunks = build.wrap(job.case, build.build_model(job.case))
+        wrap = _wrap_for_adamw if job.is_adamw else build.wrap
+        chunks = wrap(job.case, build.build_model(job.case))
         optimizer = make(job.case, chunks)
         scheduler = _scheduler(job.case, optimizer)
         kept = Kept(state.get_tensor_model_parallel_rank())
@@ -193,6 +203,32 @@ def _stock_optimizer(case: Case, chunks: list[Any]) -> Any:
     )
     assert not list(build.find_muons(optimizer)), "this is not stock Megatron"
     return optimizer
+
+
+def _wrap_for_adamw(case: Case, chunks: list[Any]) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.training import training
+
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.grads_in_fp32, use_distributed_optimizer=True
+    )
+    wrapped: list[Any] = training.wrap_model_chunks_with_ddp(
+        chunks, build.transformer_config(case), ddp_config
+    )
+    return wrapped
+
+
+def _stock_adamw(case: Case, chunks: list[Any]) -> Any:
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=case.lr, min_lr=case.lr, weight_decay=case.weight_decay,
+            bf16=case.bf16, params_dtype=case.dtype, use_distributed_optimizer=True,
+        ),
+        chunks,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """The command line: our options before SCRIPT, the script's behind it, errors in one message."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
 from megatron_muon import __version__
 from megatron_muon.integration import launch
+from megatron_muon.testing.training import golden_folder
 from megatron_muon.tools import cli
 
 
@@ -113,3 +116,49 @@ def test_seams_shows_every_name_why_and_how_it_is_checked(capsys):
 def test_golden_is_a_command(tmp_path, capsys):
     assert cli.main(["golden", "show", str(tmp_path / "absent.json")]) == 2
     assert "absent.json" in capsys.readouterr().err
+
+
+READ_BY_NOBODY = [
+    ("seams --device cpu", 141),
+    ("golden show {golden}", 141),
+    ("--help", 141),
+    ("run --help", 141),
+    # These go on: their exit code or their --json file says more than their output.
+    ("plan llama3-8b --tp 8 --dp 8", 0),
+    ("inspect {absent}", 2),
+]
+
+
+@pytest.mark.parametrize(("line", "code"), READ_BY_NOBODY, ids=[row[0] for row in READ_BY_NOBODY])
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, line, code):
+    golden = next(golden_folder().glob("*/*.json"))
+    arguments = line.format(golden=golden, absent=tmp_path / "absent").split()
+    ended = run_without_a_reader(["-m", "megatron_muon", *arguments])
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
+    assert "BrokenPipeError" not in ended.stderr
+
+
+def test_a_script_keeps_its_own_broken_pipe(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('x', flush=True)")
+    ended = run_without_a_reader(
+        ["-m", "megatron_muon", "run", "--device", "cpu", "--no-optimizer", str(script)]
+    )
+    assert ended.returncode not in (0, 141)
+    assert "Traceback" in ended.stderr
+    assert "BrokenPipeError" in ended.stderr
+
+
+def run_without_a_reader(arguments):
+    """Run Python, which keeps its output together as it does by default, into a closed pipe."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100, check=False,
+            env=environment,
+        )  # fmt: skip
+    finally:
+        os.close(writer)

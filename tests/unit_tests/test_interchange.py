@@ -37,6 +37,8 @@ STOCK = {
     "no distribution, fp32": Run(case=FP32, sharding=None, counts_in_group=False),
     "legacy TP2": Run(case=tp2(LEGACY)),
     "layout TP2": Run(case=tp2(LAYOUT)),
+    "AdamW": Run(case=LAYOUT, is_adamw=True),
+    "AdamW, fully reshardable": Run(case=LAYOUT, is_adamw=True, sharding=BY_PARAMETER),
 }
 """What stock Megatron saves, on two ranks."""
 
@@ -73,6 +75,15 @@ PRECISIONS = [
 """The same in fp32, whose weights are the masters, and in fp16."""
 
 REFUSED = [("layout", tp2(LAYOUT)), ("layout TP2", LAYOUT), ("layout", LEGACY)]
+
+WITHOUT_MOMENTUM = [
+    ("AdamW", LAYOUT),
+    ("AdamW", FLAT),
+    ("AdamW", LEGACY),
+    ("AdamW", tp2(LAYOUT)),
+    ("AdamW, fully reshardable", LAYOUT),
+]
+"""Checkpoints of another optimizer, by bucket and by parameter."""
 
 OURS = {
     "owner": Run(case=LAYOUT),
@@ -127,6 +138,7 @@ def into_ours(of_stock):
     jobs += [Run(case=case, load=of_stock[name][2], fault=f) for name, case, f in FAULTY]
     jobs += [Run(case=case, load=of_stock[name][2]) for name, case in REFUSED]
     jobs += [Run(case=case, load=of_stock[name][2], steps_after=0) for name, case in PRECISIONS]
+    jobs += [Run(case=case, load=of_stock[name][2]) for name, case in WITHOUT_MOMENTUM]
     return launch(run_ours, jobs)
 
 
@@ -220,6 +232,16 @@ def test_masters_of_another_precision_are_those_of_the_file(of_stock, into_ours,
     name, case = PRECISIONS[row]
     loaded = into_ours[len(INTO_OURS) + len(FAULTY) + len(REFUSED) + row]
     assert_same_state(of_stock[name][:2], (case, loaded))
+
+
+@pytest.mark.parametrize("row", range(len(WITHOUT_MOMENTUM)), ids=named(WITHOUT_MOMENTUM))
+def test_a_checkpoint_of_adamw_is_told_to_lend_its_weights(into_ours, row):
+    """No way to save it again would give it momentum."""
+    for rank in into_ours[row - len(WITHOUT_MOMENTUM)]:
+        assert "momentum" in rank.refusal
+        assert "--no-load-optim" in rank.refusal
+        assert "bucket" not in rank.refusal
+        assert "--dist-ckpt-optim-fully-reshardable" not in rank.refusal
 
 
 def test_state_by_bucket_is_read_by_another_number_of_ranks(of_stock):

@@ -1,8 +1,10 @@
 """``megatron-muon plan``: text, JSON, a picture, and exit codes."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,40 @@ def test_a_plan_is_printed(capsys):
     code, out, err = plan("llama3-8b --tp 8 --dp 8", capsys)
     assert (code, err) == (0, "")
     assert out.startswith("llama3-8b: 8.03 B parameters on 64 ranks (TP8 PP1 DP8), layout owner\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "work", "said"),
+    [
+        ("llama3-8b --tp 8 --dp 8", "1.025", ()),
+        ("llama3-70b --tp 8 --dp 1", "", ("39.51 GiB too much",)),
+        ("llama3-70b --tp 8 --dp 1 --pp 4", "", ("46.39 GiB left for activations",)),
+        (
+            "llama3-70b --tp 8 --dp 64",
+            "3.303",
+            ("optimizer alone 205.26 ms", "exchange, data 29.88 ms"),
+        ),
+        (
+            "llama3-70b --tp 8 --dp 64 -- --muon-share-blocks",
+            "1.266",
+            ("optimizer alone 140.73 ms",),
+        ),
+        (
+            "llama3-70b --tp 8 --dp 64 -- --muon-exchange-dtype bf16",
+            "",
+            ("optimizer alone 186.44 ms", "exchange, data 14.94 ms"),
+        ),
+    ],
+)
+def test_the_page_of_planning_says_what_the_command_says(capsys, line, work, said):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+    out = plan(line, capsys)[1]
+    for part in said:
+        assert part in " ".join(out.split())
+        assert part in page
+    if work:
+        assert re.search(rf"^0 +0-\d+ +\d+ +{work} ", out, re.MULTILINE)
+        assert f"work/mean {work}" in page
 
 
 def test_json_is_printed_alone_or_written(capsys, tmp_path):
@@ -123,7 +159,7 @@ def test_a_picture_is_drawn_or_the_missing_package_is_named(capsys, tmp_path):
         import matplotlib  # noqa: F401
     except ImportError:
         assert code == 2
-        assert "needs matplotlib: install it with `pip install 'megatron-muon[report]'`" in err
+        assert "needs matplotlib: install it with `pip install '.[report]'` in the checkout" in err
         assert not path.exists()
     else:
         assert code == 0

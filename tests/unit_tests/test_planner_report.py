@@ -294,12 +294,86 @@ def test_text_has_every_part():
     for part in (
         "llama3-8b: 8.03 B parameters on 8 ranks (TP2 PP1 DP4), layout flat", "padding 1.000",
         "work/bound", "GiB that the busiest rank sends in a step",
-        "GiB that the fullest rank keeps", "exchange, tensor",
-        "predicted step of the slowest stage (0)",
+        "memory: GiB that the fullest rank keeps, without activations", "exchange, tensor",
+        "masters  momentum, moments  scratch", "memory: no activations, workspaces or NCCL buffers",
+        "predicted optimizer step of the slowest stage (0), nothing overlapped: ",
+        "without forward and backward", "--wrapping builder (buckets on stage 0 only)",
         "decoder.layers.0.mlp.linear_fc1.weight", "and 125 more", "assumptions:",
     ):  # fmt: skip
         assert part in said
+    assert re.search(r"linear_fc1\.weight +28672x4096 +dp\d(-\d)? ", said)
     assert "decoder.layers" not in "\n".join(lines_of(report, 0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gib", "said"),
+    [({"dp": 1}, 80, "39.51 GiB too much"), ({"dp": 8}, 80, "16.68 GiB left for activations"),
+     ({"dp": 8}, 63, "0.32 GiB too much"), ({"dp": 1, "pp": 4}, 80, "46.39 GiB left for")],
+)  # fmt: skip
+def test_what_is_left_of_the_memory_of_the_machine_is_said(sizes, gib, said):
+    job = plan_job(BUILT_IN["llama3-70b"], ParallelSizes(tp=8, **sizes), PlanSettings())
+    report = make_report(job, replace(H100, memory_nbytes=gib * 2**30), with_fingerprint=False)
+    line = f"  of {gib} GiB (h100; --memory sets it), on the worst stage: {said}"
+    assert line in "\n".join(lines_of(report, 0))
+    memory = report.to_dict()["memory"]
+    assert memory["machine_bytes"] == gib * 2**30
+    assert memory["left_bytes"] == gib * 2**30 - memory["total_bytes"]
+    assert (memory["left_bytes"] < 0) == ("too much" in said)
+
+
+def test_the_optimizer_alone_is_the_sum_of_the_rows_above_it():
+    report = report_of("llama3-8b", tp=8, dp=8)
+    lines = list(lines_of(report, 0))
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("  optimizer alone")]
+    assert [line[2:17].strip() for line in lines[at - 5 : at + 3]] == [
+        "Newton-Schulz", "exchange, data", "exchange, tenso", "latency", "elementwise",
+        "optimizer alone", "gradient reduce", "weight gather",
+    ]  # fmt: skip
+    shown = [float(re.search(r"([\d.]+) ms", line)[1]) for line in lines[at - 5 : at + 3]]
+    assert shown[5] == pytest.approx(sum(shown[:5]), abs=0.03)
+    told = report.to_dict()["stages"][0]["step"]
+    assert 1e3 * told["optimizer_seconds"] == pytest.approx(shown[5], abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "share", "said"),
+    [
+        ("llama3-8b", {"tp": 8, "dp": 8}, False, None),
+        ("llama3-8b", {"tp": 8, "dp": 8}, True, "(none is more than a rank's share)"),
+        ("gpt2-124m", {"dp": 64}, True, "(none whose sharing lightens the busiest rank)"),
+        # Each of the 80 first layers of an MLP is the largest matrix and has a rank of its own.
+        ("llama3-70b", {"tp": 8, "dp": 64}, False, "432 of 512 ranks of stage 0 wait for"),
+        ("llama3-70b", {"tp": 8, "dp": 64}, True, "160 matrices are each shared by several ranks"),
+    ],
+)
+def test_a_way_to_less_uneven_work_is_named_where_it_helps(name, sizes, share, said):
+    settings = PlanSettings(share_blocks=share)
+    job = plan_job(BUILT_IN[name], ParallelSizes(**sizes), settings)
+    lines = list(lines_of(make_report(job, H100, with_fingerprint=False), 0))
+    found = [line for line in lines if "wait for" in line or "shared by several" in line]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    assert [line.endswith("try `-- --muon-share-blocks`") for line in found if "wait" in line] == (
+        [True] if said and "wait" in said else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "--overlap-grad-reduce, --wrapping builder (buckets on stage 0 only)"),
+        ({"wrapping": "provider"}, "--wrapping provider (buckets on every stage)"),
+        ({"overlap": False}, "no --overlap-grad-reduce (no buckets by size)"),
+    ],
+)
+def test_what_the_wrapping_means_for_buckets_is_said(changes, said):
+    settings = PlanSettings(bucket_numel=1_000_000, **changes)
+    job = plan_job(GPT2, ParallelSizes(pp=2, dp=2), settings)
+    report = make_report(job, H100)
+    assert said in "\n".join(lines_of(report, 0))
+    # A tied embedding has a bucket of its own in any case, among the scalar optimizer's.
+    several = [len(buffer.layout.buckets) > 1 for buffer in muon_buffers(report)]
+    assert several == ["no --overlap" not in said, "every stage" in said]
 
 
 def test_text_fits_a_screen_and_neighbouring_stages_alike_are_one_row():

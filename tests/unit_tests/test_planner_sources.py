@@ -7,6 +7,7 @@ import pytest
 from megatron_muon.errors import ConfigurationError, UnsupportedError
 from megatron_muon.planner.flag_words import parse_flags
 from megatron_muon.planner.hugging_face import from_hugging_face
+from megatron_muon.planner.megatron_flags import from_flags
 from megatron_muon.planner.models import BUILT_IN
 from megatron_muon.planner.sources import read_source
 
@@ -200,3 +201,15 @@ def test_files_that_are_no_model_are_refused(tmp_path):
 def test_a_misspelt_muon_flag_is_refused():
     with pytest.raises(ConfigurationError, match="Did you mean --muon-share-blocks"):
         read_source("llama3-8b", ["--muon-shareblocks"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "nbytes"),
+    [("--bf16", 4), ("--bf16 --grad-reduce-in-bf16", 2), ("--fp16", 2),
+     ("--fp16 --accumulate-allreduce-grads-in-fp32", 4), ("--grad-reduce-in-bf16", 4)],
+)  # fmt: skip
+def test_gradients_are_as_wide_as_a_run_has_them(flags, nbytes):
+    """In fp32 the flag has no effect: DDP's buffers are of the dtype of the parameters."""
+    line = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+    line += ["--vocab-size", "256", "--max-position-embeddings", "32", *flags.split()]
+    assert from_flags(parse_flags(line), "test").settings.grad_nbytes == nbytes

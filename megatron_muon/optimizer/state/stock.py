@@ -25,7 +25,14 @@ from megatron.core.optimizer.param_layout import pad_param_start
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_muon.checkpoint.files import CheckpointIndex, read_object
-from megatron_muon.checkpoint.keys import EXP_AVG, MASTERS, SHARDED_MASTER, STEP
+from megatron_muon.checkpoint.keys import (
+    EXP_AVG,
+    MASTERS,
+    MOMENTUM_BUFFER,
+    SHARDED_MASTER,
+    STEP,
+    canonical,
+)
 from megatron_muon.errors import CheckpointError
 from megatron_muon.optimizer.muon import OwnedMuon
 
@@ -108,6 +115,12 @@ def in_buckets(index: CheckpointIndex) -> bool:
     return any(_BUCKET.fullmatch(key) for key in index.tensors)
 
 
+def has_momentum(index: CheckpointIndex) -> bool:
+    """Whether a checkpoint has Muon's momentum of any parameter, by stock Megatron or this."""
+    found = map(canonical, index.tensors)
+    return any(name is not None and name[0] == MOMENTUM_BUFFER for name in found)
+
+
 def find_in_buckets(
     leaves: Iterable[Any],
     names: Mapping[torch.nn.Parameter, str],
@@ -123,11 +136,20 @@ def find_in_buckets(
         index: The checkpoint.
 
     Raises:
-        CheckpointError: This run has no parameter layout, or other tensor- or pipeline-parallel
-            sizes than the checkpoint, or another model.
+        CheckpointError: The checkpoint has no momentum of Muon, which this run needs; or this run
+            has no parameter layout, or other tensor- or pipeline-parallel sizes than the
+            checkpoint, or another model.
     """
     if not in_buckets(index):
         return None
+    leaves = list(leaves)
+    # Before anything of the buckets, whose faults are said with advice to save in another form:
+    # that would bring no momentum.
+    if any(isinstance(leaf.optimizer, OwnedMuon) for leaf in leaves) and not has_momentum(index):
+        raise CheckpointError(
+            f"{index.path}: it was written by another optimizer (it has no momentum of Muon). Take "
+            "its weights alone with --no-load-optim; the learning-rate schedule then starts anew."
+        )
     leaf = next((leaf for leaf in leaves if _is_dense_scalar(leaf)), None)
     if leaf is None:
         raise _unfit(index, "this run has no parameter layout, which --muon-layout gives it")
