@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,8 @@ def test_a_run_without_a_layout_says_so_and_what_its_gathers_take(runs: _Runs) -
     said = (folder / "logs" / "rank0.log").read_text()
     largest = max(math.prod(row["logical_shape"]) for row in report["routing"])
     assert report["resolved"]["layout"] is None
-    assert "layout=None" in said
+    (settings,) = re.findall(r"^  settings: .*(?:\n {12}.*)*", said, re.MULTILINE)
+    assert "--muon-gather-budget-mib 0.02" in settings
+    assert "--muon-layout" not in settings
     assert report["memory"]["gather_bytes"] == 2 * largest > 0.02 * 2**20
     assert f"which takes {2 * largest} of scratch" in said
