@@ -236,13 +236,13 @@ def _lines(
 
 def _micro_groups(muons: Sequence[OwnedMuon]) -> MicroGroups:
     """Return what is said of this rank's micro-groups: of the grid with the most, if of several."""
-    found = [
-        MicroGroups(len(engine.schedule), engine.is_pipelined, engine.budget_to_overlap() or 0)
-        for muon in muons
-        for engine in muon.engines
-        if engine.stages.share > 1
-    ]
-    return max(found, default=MicroGroups(0, False, 0))
+    engines = [e for muon in muons for e in muon.engines if e.stages.share > 1]
+    if not engines:
+        return MicroGroups(0, False, 0)
+    engine = max(engines, key=lambda engine: len(engine.schedule))
+    number, overlap = len(engine.schedule), engine.is_pipelined
+    is_asked = number > 1 and not overlap  # finding the budget goes through all matrices
+    return MicroGroups(number, overlap, (is_asked and engine.budget_to_overlap()) or 0)
 
 
 def _of_micro_groups(groups: MicroGroups) -> Iterator[str]:
